@@ -1,0 +1,63 @@
+"""The one place where expected errors become gRPC statuses, and back. The only module of core that knows gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from kvrelay.core.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    RequestCancelledError,
+    ServeError,
+    Status,
+    UnavailableError,
+)
+
+RETRY_KEY = "retry-elsewhere"
+_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class RemoteError(ServeError):
+    """A peer answered with a status; keeps the peer's code, text and its word on retrying."""
+
+    def __init__(self, code: Status, message: str, *, retry_elsewhere: bool) -> None:
+        super().__init__(message)
+        self.status = code  # type: ignore[misc]
+        self.retry_elsewhere = retry_elsewhere  # type: ignore[misc]
+
+
+@asynccontextmanager
+async def grpc_status(context: aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Turn a ServeError raised inside into an abort of this call with the error's status."""
+    try:
+        yield
+    except ServeError as err:
+        context.set_trailing_metadata(((RETRY_KEY, str(int(err.retry_elsewhere))),))
+        await context.abort(_BY_NUMBER[err.status.value], str(err))
+
+
+def from_rpc_error(err: aio.AioRpcError, *, peer: str) -> ServeError:
+    """Return the ServeError that a failed call to `peer` stands for."""
+    code, text = err.code(), f"{peer}: {err.details() or err.code().name}"
+    if code is grpc.StatusCode.UNAVAILABLE and not _said_retry(err):
+        return UnavailableError(text)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineError(text)
+    if code is grpc.StatusCode.CANCELLED:
+        return RequestCancelledError(text)
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidRequestError(text)
+    known = {status.value for status in Status}
+    number = code.value[0]
+    status = Status(number) if number in known else Status.UNKNOWN
+    return RemoteError(status, text, retry_elsewhere=_said_retry(err) == "1")
+
+
+def _said_retry(err: aio.AioRpcError) -> str | None:
+    metadata: Sequence[tuple[str, Any]] = tuple(err.trailing_metadata() or ())
+    return next((str(value) for key, value in metadata if key == RETRY_KEY), None)

@@ -1,0 +1,101 @@
+"""Names and values that several parts share. Frozen; each field says who fills it."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Role(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Incarnation:
+    """One life of one node: a restart keeps the name and gets a new start_id. Filled at process start."""
+
+    name: str
+    start_id: int  # 63 random bits
+
+    @classmethod
+    def new(cls, name: str) -> Incarnation:
+        return cls(name, secrets.randbits(63))
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.start_id:016x}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Epoch:
+    """One reservation: filled by the decode node in Reserve, never reused."""
+
+    decode: Incarnation
+    counter: int
+
+    def __str__(self) -> str:
+        return f"{self.decode}#{self.counter}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose tokens; validated by the router, obeyed by prefill (first token) and decode (the rest)."""
+
+    max_tokens: int
+    temperature: float = 0.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0  # minted by the router when the client gives none
+    stop_token_ids: tuple[int, ...] = ()  # includes the model's eos unless ignore_eos
+    logprobs: int | None = None  # None = none; n = chosen token and the n most likely
+
+
+class FinishReason(Enum):
+    STOP = "stop"  # a stop token id or stop string
+    LENGTH = "length"  # max_tokens reached
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability after temperature-free softmax of the raw logits."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    cached_tokens: int  # prefill did not compute these
+    resident_tokens: int  # decode had these; they were not relayed
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Consecutive pages of one pool."""
+
+    first_page: int
+    num_pages: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """Monotonic counts by name, owned by one thread and read by any (a dict read is atomic)."""
+
+    values: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, amount: float = 1.0) -> None:
+        self.values[name] = self.values.get(name, 0.0) + amount
