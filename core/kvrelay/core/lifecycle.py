@@ -1,0 +1,71 @@
+"""How a process of kvrelay starts, says that it is ready, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+
+from kvrelay.core.types import Incarnation, Role
+
+_PR_SET_PDEATHSIG = 1
+LOG_FORMAT = "%(asctime)s %(levelname).1s %(process)d %(name)s: %(message)s"
+
+
+def set_up_logging(level: str) -> None:
+    """Log to stderr; stdout carries only the ready line."""
+    logging.basicConfig(stream=sys.stderr, level=level.upper(), format=LOG_FORMAT)
+
+
+def new_incarnation(name: str, role: Role | str) -> Incarnation:
+    """Return this process's incarnation; an empty name becomes role-host-<4 hex>."""
+    if name:
+        return Incarnation.new(name)
+    word = role.value if isinstance(role, Role) else role
+    return Incarnation.new(f"{word}-{socket.gethostname()}-{os.urandom(2).hex()}")
+
+
+def announce_ready(*, endpoint: str, name: str) -> None:
+    """Print the one line that supervisors wait for."""
+    print(json.dumps({"event": "ready", "endpoint": endpoint, "node": name}), flush=True)  # noqa: T201
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent ends; call it first thing in a child.
+
+    Source: prctl(2), PR_SET_PDEATHSIG. The parent may be gone already, hence the check.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StopSignals:
+    """SIGTERM and SIGINT as an event: the first asks for a drain, the second ends the process at once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._asked = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._asked.is_set():
+            logging.getLogger(__name__).warning("second stop signal: exiting at once")
+            os._exit(1)
+        self._asked.set()
+
+    def ask(self) -> None:
+        """Do what the first signal does (for a drain by RPC)."""
+        self._asked.set()
+
+    @property
+    def asked(self) -> bool:
+        return self._asked.is_set()
+
+    async def wait(self) -> None:
+        await self._asked.wait()
