@@ -1,0 +1,43 @@
+"""The byte map of a page and its fingerprint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvrelay.core.layout import PageLayout
+
+LAYOUT = PageLayout(num_layers=3, latent_width=32, rope_width=8, dtype="float32", model_id="m", block_tokens=64)
+
+
+def test_neighbouring_pages_of_a_layer_are_neighbours_in_memory() -> None:
+    first = LAYOUT.offset_bytes(layer=1, page=4, row=0, num_pages=10)
+
+    assert LAYOUT.offset_bytes(layer=1, page=5, row=0, num_pages=10) == first + LAYOUT.page_bytes
+    assert LAYOUT.offset_bytes(layer=1, page=4, row=63, num_pages=10) == first + 63 * LAYOUT.row_bytes
+    assert LAYOUT.offset_bytes(layer=2, page=0, row=0, num_pages=10) == 20 * LAYOUT.page_bytes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_layers": 4},
+        {"latent_width": 16},
+        {"rope_width": 16},
+        {"dtype": "bfloat16"},
+        {"model_id": "other"},
+        {"page_tokens": 32},
+        {"block_tokens": 128},
+        {"version": 2},
+    ],
+)
+def test_c5_every_field_changes_the_fingerprint(change: dict[str, int | str]) -> None:
+    assert replace(LAYOUT, **change).fingerprint != LAYOUT.fingerprint  # type: ignore[arg-type]
+
+
+def test_wrong_layouts_are_refused_by_value() -> None:
+    with pytest.raises(ValueError, match="float64"):
+        replace(LAYOUT, dtype="float64")
+    with pytest.raises(ValueError, match="100"):
+        replace(LAYOUT, block_tokens=100)
