@@ -1,20 +1,61 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+PIP = $(BIN)/pip --quiet --disable-pip-version-check
+PROTOS = proto/kvrelay/proto/v1/*.proto
+PROTOC = $(BIN)/python -m grpc_tools.protoc -I proto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: install demo test test-full check format lint types proto stubs-check wheel-check clean
+.PHONY: install demo test test-full check format format-check lint types proto stubs-check wheel-check clean
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "torch>=2.11"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(PIP) install -c constraints.txt "torch>=2.11"
+	$(PIP) install -c constraints.txt -e ".[dev]"
 	touch $@
 
-proto: install
-	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto --grpc_python_out=proto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --mypy_out=proto --mypy_grpc_out=proto proto/kvrelay/proto/v1/*.proto
+# A cluster of real processes on this machine answers a long prompt; ends by itself.
+demo: install
+	$(BIN)/python -m kvrelay.cli.demo
+
+test: install
+	$(PYTEST) -m "not full and not gpu"
+
+test-full: install
+	$(PYTEST) -m "not gpu"
+
+check: format-check lint types test
 
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+format-check: install
+	$(BIN)/ruff format --check .
+
+lint: install
+	$(BIN)/ruff check .
+
+types: install
+	$(BIN)/mypy
+
+proto: install
+	$(PROTOC) --python_out=proto --grpc_python_out=proto --mypy_out=proto --mypy_grpc_out=proto $(PROTOS)
+
+# The committed stubs are what protoc makes of the committed protos.
+stubs-check: install
+	rm -rf build/stubs && mkdir -p build/stubs
+	$(PROTOC) --python_out=build/stubs --grpc_python_out=build/stubs --mypy_out=build/stubs \
+		--mypy_grpc_out=build/stubs $(PROTOS)
+	diff -r -x '*.proto' -x __pycache__ proto/kvrelay/proto/v1 build/stubs/kvrelay/proto/v1
+
+# The wheel, in a clean environment and away from this tree, serves a request.
+wheel-check: install
+	BIN=$(abspath $(BIN)) PYTHON=$(PYTHON) bash tests/wheel_check.sh
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .run
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
