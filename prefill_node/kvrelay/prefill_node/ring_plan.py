@@ -1,0 +1,169 @@
+"""Who attends, stores and relays what in one chunk: pure functions of the chunk, the ring and the block table.
+
+Every rank computes the same answers from the same broadcast, so no rank ever asks another one what comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.core import shard
+from kvrelay.core.shard import Span
+
+Rows = npt.NDArray[np.int64]  # row numbers of a block, or slots (page * page_tokens + row) of a pool
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One call of the attention kernel: own query rows against rows of one block."""
+
+    queries: Span  # row numbers among this rank's rows of the chunk
+    keys: Span  # row numbers of the block
+    causal: bool  # both are the same positions: row i sees rows 0..i
+
+    @property
+    def num_scores(self) -> int:
+        """Query-key pairs that are computed."""
+        rows = self.queries.num_tokens
+        return rows * (rows + 1) // 2 if self.causal else rows * self.keys.num_tokens
+
+
+def rank_spans(chunk: Span, *, ring_size: int, align_tokens: int) -> tuple[tuple[Span, ...], ...]:
+    """Return, per rank, the positions it computes: at most two spans, never empty ones, adjacent ones joined."""
+    return tuple(
+        _joined(shard.owned(chunk, rank=rank, ring_size=ring_size, align_tokens=align_tokens))
+        for rank in range(ring_size)
+    )
+
+
+def visible_pairs(queries: Sequence[Span], keys: Sequence[Span]) -> tuple[Pair, ...]:
+    """Return the kernel calls by which own spans attend the spans of one block, both in position order.
+
+    A key span is visible whole when it ends before the query span, causally when it is the same span, and not at all
+    when it comes later; zigzag spans overlap in no other way.
+    """
+    pairs: list[Pair] = []
+    first_query = 0
+    for query in queries:
+        query_rows = Span(first_query, first_query + query.num_tokens)
+        whole, first_key = 0, 0
+        for key in keys:
+            if key.end <= query.start:
+                whole = first_key + key.num_tokens
+            elif key == query:
+                pairs.append(Pair(query_rows, Span(first_key, first_key + key.num_tokens), causal=True))
+            else:
+                assert key.start >= query.end, f"{key} overlaps {query}"
+            first_key += key.num_tokens
+        if whole:
+            _append_joined(pairs, Pair(query_rows, Span(0, whole), causal=False))
+        first_query = query_rows.end
+    return tuple(pairs)
+
+
+def owned_slots(
+    owners: npt.NDArray[np.int32], pages: npt.NDArray[np.int64], tokens: Span, *, rank: int, page_tokens: int
+) -> Rows:
+    """Return the pool slots of one rank that hold positions of `tokens`, in position order.
+
+    Args:
+        owners: rank of each prompt page.
+        pages: page number of each prompt page in its owner's pool.
+    """
+    positions: Rows = np.arange(tokens.start, tokens.end, dtype=np.int64)
+    mine: Rows = positions[owners[positions // page_tokens] == rank]
+    slots: Rows = pages[mine // page_tokens] * page_tokens + mine % page_tokens
+    return slots
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Which rows of one rank's block belong in this rank's pages."""
+
+    rows: Rows
+    slots: Rows
+
+
+def stored_rows(
+    owners: npt.NDArray[np.int32],
+    pages: npt.NDArray[np.int64],
+    block: Sequence[Span],
+    *,
+    rank: int,
+    page_tokens: int,
+) -> Stored:
+    """Return what `rank` keeps of a block whose rows are the positions of `block` in order."""
+    positions = np.concatenate([np.arange(span.start, span.end, dtype=np.int64) for span in block] or [_NONE])
+    (rows,) = np.nonzero(owners[positions // page_tokens] == rank)
+    mine = positions[rows]
+    return Stored(rows.astype(np.int64), pages[mine // page_tokens] * page_tokens + mine % page_tokens)
+
+
+def owned_spans(owners: npt.NDArray[np.int32], tokens: Span, *, rank: int, page_tokens: int) -> tuple[Span, ...]:
+    """Return the longest spans of `tokens` whose pages belong to `rank`."""
+    spans: list[Span] = []
+    for page in range(tokens.start // page_tokens, -(-tokens.end // page_tokens)):
+        inside = Span(page * page_tokens, (page + 1) * page_tokens).intersect(tokens)
+        if owners[page] == rank and inside is not None:
+            if spans and spans[-1].end == inside.start:
+                spans[-1] = Span(spans[-1].start, inside.end)
+            else:
+                spans.append(inside)
+    return tuple(spans)
+
+
+def intersections(left: Sequence[Span], right: Sequence[Span]) -> tuple[Span, ...]:
+    """Return the non-empty overlaps of two lists of spans, in position order."""
+    overlaps = (a.intersect(b) for a in left for b in right)
+    return tuple(sorted((span for span in overlaps if span is not None), key=lambda span: span.start))
+
+
+def assign_pages(
+    chunk: Span, num_assigned: Sequence[int], *, ring_size: int, align_tokens: int, page_tokens: int, first_page: int
+) -> list[int]:
+    """Return the owner rank of each prompt page that `chunk` begins to fill, from page `first_page` on.
+
+    A page goes to a rank that computes some of its tokens, so with aligned chunks no row is ever stored away from
+    where it was computed; among several to the one that holds the fewest pages of the request.
+
+    Args:
+        num_assigned: pages of this request that each rank holds so far.
+    """
+    counts = list(num_assigned)
+    spans = rank_spans(chunk, ring_size=ring_size, align_tokens=align_tokens)
+    owners: list[int] = []
+    for page in range(first_page, -(-chunk.end // page_tokens)):
+        tokens = Span(page * page_tokens, (page + 1) * page_tokens)
+        computing = [rank for rank in range(ring_size) if intersections(spans[rank], (tokens,))]
+        owner = min(computing, key=lambda rank: (counts[rank], rank))
+        counts[owner] += 1
+        owners.append(owner)
+    return owners
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+    joined: list[Span] = []
+    for span in spans:
+        if not span.num_tokens:
+            continue
+        if joined and joined[-1].end == span.start:
+            joined[-1] = Span(joined[-1].start, span.end)
+        else:
+            joined.append(span)
+    return tuple(joined)
+
+
+def _append_joined(pairs: list[Pair], pair: Pair) -> None:
+    # Two query spans that see the same keys become one call: "all queries x front half" of the zigzag.
+    last = pairs[-1] if pairs else None
+    if last and not last.causal and last.keys == pair.keys and last.queries.end == pair.queries.start:
+        pairs[-1] = Pair(Span(last.queries.start, pair.queries.end), pair.keys, causal=False)
+    else:
+        pairs.append(pair)

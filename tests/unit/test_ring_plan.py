@@ -1,0 +1,125 @@
+"""Requirements of kvrelay.prefill_node.ring_plan: who attends, stores and relays what."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.core.shard import Span
+from kvrelay.prefill_node import ring_plan
+
+CHUNKS = st.builds(lambda start, size: Span(start, start + size), st.integers(0, 300), st.integers(1, 400))
+RINGS = st.integers(1, 5)
+ALIGNS = st.sampled_from([1, 16, 64])
+PAGE_TOKENS = 16
+
+
+def positions(spans: tuple[Span, ...]) -> list[int]:
+    return [position for span in spans for position in range(span.start, span.end)]
+
+
+@given(chunk=CHUNKS, ring_size=RINGS, align=ALIGNS)
+def test_every_visible_pair_is_attended_once_and_no_other(chunk: Span, ring_size: int, align: int) -> None:
+    spans = ring_plan.rank_spans(chunk, ring_size=ring_size, align_tokens=align)
+    seen = np.zeros((chunk.num_tokens, chunk.num_tokens), dtype=np.int64)
+    for own in spans:
+        for block in spans:
+            for pair in ring_plan.visible_pairs(own, block):
+                rows = np.array(positions(own)[pair.queries.start : pair.queries.end]) - chunk.start
+                keys = np.array(positions(block)[pair.keys.start : pair.keys.end]) - chunk.start
+                mask = np.tril(np.ones((len(rows), len(keys)), dtype=np.int64)) if pair.causal else 1
+                seen[np.ix_(rows, keys)] += mask
+                assert pair.num_scores == np.sum(np.broadcast_to(mask, (len(rows), len(keys))))
+
+    assert (seen == np.tril(np.ones_like(seen))).all()
+
+
+def test_a_lower_rank_is_seen_by_all_queries_and_a_higher_one_by_the_back_half() -> None:
+    spans = ring_plan.rank_spans(Span(0, 60), ring_size=3, align_tokens=1)
+
+    (from_lower,) = ring_plan.visible_pairs(spans[1], spans[0])
+    (from_higher,) = ring_plan.visible_pairs(spans[1], spans[2])
+
+    assert (from_lower.queries, from_lower.keys) == (Span(0, 20), Span(0, 10))
+    assert (from_higher.queries, from_higher.keys) == (Span(10, 20), Span(0, 20))
+
+
+@given(ring_size=st.integers(2, 5))
+def test_score_pairs_are_equal_on_all_ranks(ring_size: int) -> None:
+    spans = ring_plan.rank_spans(Span(0, 2048), ring_size=ring_size, align_tokens=1)
+    work = [sum(pair.num_scores for block in spans for pair in ring_plan.visible_pairs(own, block)) for own in spans]
+
+    assert sum(work) == 2048 * 2049 // 2
+    assert max(work) <= 1.05 * sum(work) / ring_size
+
+
+@given(ring_size=RINGS, align=ALIGNS, chunk_tokens=st.integers(1, 150), prompt=st.integers(1, 400))
+def test_every_row_is_stored_exactly_once_by_the_owner_of_its_page(
+    ring_size: int, align: int, chunk_tokens: int, prompt: int
+) -> None:
+    owners: list[int] = []
+    chunks = [Span(start, min(start + chunk_tokens, prompt)) for start in range(0, prompt, chunk_tokens)]
+    stored = np.zeros(prompt, dtype=np.int64)
+    for chunk in chunks:
+        counts = [owners.count(rank) for rank in range(ring_size)]
+        owners += ring_plan.assign_pages(
+            chunk, counts, ring_size=ring_size, align_tokens=align, page_tokens=PAGE_TOKENS, first_page=len(owners)
+        )
+        ranks, pages = np.array(owners, dtype=np.int32), np.arange(len(owners), dtype=np.int64)
+        spans = ring_plan.rank_spans(chunk, ring_size=ring_size, align_tokens=align)
+        for rank in range(ring_size):
+            for block in spans:
+                kept = ring_plan.stored_rows(ranks, pages, block, rank=rank, page_tokens=PAGE_TOKENS)
+                where = np.array(positions(block), dtype=np.int64)[kept.rows]
+                stored[where] += 1
+                assert (ranks[where // PAGE_TOKENS] == rank).all()
+                assert (kept.slots == where).all()  # page numbers equal prompt pages here
+
+    assert (stored == 1).all()
+    assert len(owners) == -(-prompt // PAGE_TOKENS)
+
+
+@given(ring_size=RINGS, chunk=CHUNKS)
+def test_with_aligned_chunks_no_row_is_stored_away_from_where_it_was_computed(ring_size: int, chunk: Span) -> None:
+    whole = Span(chunk.start // 64 * 64, chunk.end)
+    first_page = whole.start // 64
+    owners = ring_plan.assign_pages(
+        whole, [0] * ring_size, ring_size=ring_size, align_tokens=64, page_tokens=64, first_page=first_page
+    )
+    ranks = np.array([0] * first_page + owners, dtype=np.int32)
+    spans = ring_plan.rank_spans(whole, ring_size=ring_size, align_tokens=64)
+
+    for rank in range(ring_size):
+        assert positions(ring_plan.owned_spans(ranks, whole, rank=rank, page_tokens=64)) == positions(spans[rank])
+
+
+@given(owners=st.lists(st.integers(0, 2), min_size=1, max_size=20), data=st.data())
+def test_owned_spans_and_slots_cover_each_position_for_exactly_one_rank(owners: list[int], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(owners) * PAGE_TOKENS - 1))
+    end = data.draw(st.integers(start + 1, len(owners) * PAGE_TOKENS))
+    ranks = np.array(owners, dtype=np.int32)
+    pages = np.arange(len(owners), dtype=np.int64)[::-1].copy()
+    found: list[int] = []
+    for rank in range(3):
+        spans = ring_plan.owned_spans(ranks, Span(start, end), rank=rank, page_tokens=PAGE_TOKENS)
+        slots = ring_plan.owned_slots(ranks, pages, Span(start, end), rank=rank, page_tokens=PAGE_TOKENS)
+        expected = [int(pages[p // PAGE_TOKENS]) * PAGE_TOKENS + p % PAGE_TOKENS for p in positions(spans)]
+        assert slots.tolist() == expected
+        assert all(a.end < b.start for a, b in pairwise(spans))
+        found += positions(spans)
+
+    assert sorted(found) == list(range(start, end))
+
+
+def test_pages_are_spread_so_that_no_rank_holds_many_more_than_its_share() -> None:
+    owners: list[int] = []
+    for start in range(0, 6400, 100):
+        counts = [owners.count(rank) for rank in range(3)]
+        owners += ring_plan.assign_pages(
+            Span(start, start + 100), counts, ring_size=3, align_tokens=1, page_tokens=64, first_page=len(owners)
+        )
+
+    assert max(owners.count(rank) for rank in range(3)) <= 1.2 * len(owners) / 3
