@@ -1,0 +1,42 @@
+"""Checksums of latent rows: xxh3-64, at memory speed.
+
+Both sides of a hand-off hash the rows of a part in token order, whatever pages they lie in, so the sums are equal
+exactly when the bytes are. xxhash releases the GIL while it reads a large piece, so a transfer thread can verify while
+the step thread computes.
+
+Shapes in this file: T tokens, W = C + R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvrelay.kvcache.pool import LatentPool
+
+
+def checksum_ranges(memory: memoryview, ranges: Sequence[tuple[int, int]]) -> int:
+    """Return the xxh3-64 of the pieces (offset_bytes, num_bytes) of `memory`, in the order given.
+
+    How the bytes are cut does not matter: two adjacent ranges hash like the one that covers both.
+    """
+    digest = xxhash.xxh3_64()
+    for offset_bytes, num_bytes in ranges:
+        assert offset_bytes + num_bytes <= len(memory), "a range ends behind the pool"
+        digest.update(memory[offset_bytes : offset_bytes + num_bytes])
+    return digest.intdigest()
+
+
+def checksum_slots(pool: LatentPool, *, layer: int, slots_T: Tensor) -> int:
+    """Return the xxh3-64 of rows in slot order; equals `checksum_ranges` over the same bytes. Any device.
+
+    Copies the rows first; where the ranges are known and the pool is in host memory, `checksum_ranges` does not.
+    """
+    rows_TW = pool.read(layer, slots_T).cpu()
+    return xxhash.xxh3_64_intdigest(rows_TW.view(torch.uint8).numpy().data)

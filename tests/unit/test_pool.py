@@ -1,0 +1,147 @@
+"""The latent pool and the checksums over it."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+
+import pytest
+import torch
+import xxhash
+
+from kvrelay.core.layout import PageLayout
+from kvrelay.kvcache.checksum import checksum_ranges, checksum_slots
+from kvrelay.kvcache.pool import LatentPool
+
+LAYOUT = PageLayout(
+    num_layers=3, latent_width=6, rope_width=2, dtype="float32", model_id="m", page_tokens=4, block_tokens=8
+)
+CPU = torch.device("cpu")
+
+
+def a_pool(num_pages: int = 5, dtype: str = "float32") -> LatentPool:
+    layout = PageLayout(
+        num_layers=3, latent_width=6, rope_width=2, dtype=dtype, model_id="m", page_tokens=4, block_tokens=8
+    )
+    return LatentPool(layout, num_pages, CPU)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rows_written_are_read_back_from_their_slots(dtype: str) -> None:
+    pool = a_pool(dtype=dtype)
+    slots = torch.tensor([17, 0, 5])
+    rows = torch.randn(3, 8).to(pool.layer(0).dtype)
+
+    pool.write(1, slots, rows)
+
+    assert torch.equal(pool.read(1, slots), rows)
+    assert torch.equal(pool.layer(1)[4, 1], rows[0])  # slot 17 = page 4, row 1
+    assert not pool.layer(0).any()
+    assert not pool.layer(2).any()
+
+
+def test_a_row_lies_where_the_layout_says() -> None:
+    pool = a_pool()
+    row = torch.arange(8, dtype=torch.float32)
+    pool.write(2, torch.tensor([3 * 4 + 2]), row[None])
+
+    offset = LAYOUT.offset_bytes(layer=2, page=3, row=2, num_pages=pool.num_pages)
+
+    assert bytes(pool.memory()[offset : offset + LAYOUT.row_bytes]) == row.numpy().tobytes()
+
+
+def test_the_pool_is_one_page_aligned_allocation_of_zeros() -> None:
+    pool = a_pool()
+
+    assert pool.address % mmap.PAGESIZE == 0
+    assert pool.num_bytes == 5 * LAYOUT.page_bytes_all_layers == len(pool.memory())
+    assert pool.layer(2).data_ptr() == pool.address + 2 * 5 * LAYOUT.page_bytes
+    assert not any(pool.memory())
+
+
+def test_bytes_put_into_the_memory_are_seen_as_rows() -> None:
+    pool = a_pool()
+    row = torch.full((8,), 2.5)
+    offset = LAYOUT.offset_bytes(layer=0, page=1, row=3, num_pages=5)
+
+    pool.memory()[offset : offset + LAYOUT.row_bytes] = row.numpy().tobytes()
+
+    assert torch.equal(pool.read(0, torch.tensor([7]))[0], row)
+
+
+def test_a_copied_page_is_equal_in_every_layer() -> None:
+    pool = a_pool()
+    for layer in range(3):
+        pool.write(layer, torch.arange(4), torch.randn(4, 8))
+
+    pool.copy_page(0, 4)
+
+    for layer in range(3):
+        assert torch.equal(pool.layer(layer)[4], pool.layer(layer)[0])
+        assert not pool.layer(layer)[1].any()
+
+
+def test_the_checksum_is_xxh3_64_over_the_pieces_in_order() -> None:
+    memory = memoryview(bytes(range(256)) * 4)
+
+    assert checksum_ranges(memory, [(100, 50), (7, 3)]) == xxhash.xxh3_64_intdigest(
+        memory[100:150].tobytes() + memory[7:10].tobytes()
+    )
+    assert checksum_ranges(memory, [(0, 20), (20, 30)]) == checksum_ranges(memory, [(0, 50)])
+    assert checksum_ranges(memory, [(0, 20), (20, 30)]) != checksum_ranges(memory, [(20, 30), (0, 20)])
+
+
+def test_one_changed_bit_changes_the_checksum() -> None:
+    pool = a_pool()
+    before = checksum_ranges(pool.memory(), [(0, pool.num_bytes)])
+
+    pool.memory()[77] ^= 1
+
+    assert checksum_ranges(pool.memory(), [(0, pool.num_bytes)]) != before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slots_and_ranges_of_the_same_rows_have_one_checksum(dtype: str) -> None:
+    pool = a_pool(dtype=dtype)
+    layout = pool.layout
+    slots = torch.tensor([8, 9, 2, 19])
+    pool.write(1, slots, torch.randn(4, 8))
+    ranges = [
+        (layout.offset_bytes(layer=1, page=page, row=row, num_pages=5), rows * layout.row_bytes)
+        for page, row, rows in ((2, 0, 2), (0, 2, 1), (4, 3, 1))
+    ]
+
+    assert checksum_slots(pool, layer=1, slots_T=slots) == checksum_ranges(pool.memory(), ranges)
+
+
+def test_the_pool_outlives_its_views() -> None:
+    view = a_pool().layer(0)  # the pool object itself is gone
+
+    view.fill_(1.0)
+    assert view.sum() == view.numel()
+
+
+def test_a_checksum_does_not_hold_the_interpreter_lock() -> None:
+    memory = memoryview(bytearray(512 << 20))
+    latest_gap_s = 0.0
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal latest_gap_s
+        last = time.perf_counter()
+        while not done.is_set():
+            now = time.perf_counter()
+            latest_gap_s = max(latest_gap_s, now - last)
+            last = now
+            time.sleep(0)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    started = time.perf_counter()
+    checksum_ranges(memory, [(0, len(memory))])
+    took_s = time.perf_counter() - started
+    done.set()
+    watcher.join()
+
+    assert latest_gap_s < took_s / 2
