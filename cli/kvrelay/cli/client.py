@@ -1,0 +1,120 @@
+"""The client side of the gRPC API: a channel that retries, and events as plain dictionaries."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any, cast
+
+import grpc
+
+from kvrelay.proto.v1 import inference_pb2 as pb
+
+MAX_MESSAGE_BYTES = 1 << 30  # the router has the limit and names it
+# A call that failed before its first event may be sent again; gRPC never repeats one that already answered.
+SERVICE_CONFIG = {
+    "methodConfig": [
+        {
+            "name": [{"service": "kvrelay.v1.Inference"}],
+            "retryPolicy": {
+                "maxAttempts": 5,
+                "initialBackoff": "0.2s",
+                "maxBackoff": "2s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+_TIMES = [field.name for field in pb.TimeSplit.DESCRIPTOR.fields]
+_CONFIDENCE_PREFIX = "INDEX_CONFIDENCE_"
+_REASON_PREFIX = "FINISH_REASON_"
+
+
+def connect(endpoint: str) -> grpc.Channel:
+    """Return a channel to a router; connects lazily."""
+    options = [
+        ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ]
+    return grpc.insecure_channel(endpoint, options=options)
+
+
+def token_prompt(ids: Sequence[int]) -> pb.TokenPrompt:
+    """Return packed token ids.
+
+    Raises:
+        struct.error: an id is not in [0, 2**32).
+    """
+    return pb.TokenPrompt(packed_ids=struct.pack(f"<{len(ids)}I", *ids))
+
+
+def as_dict(event: pb.GenerateEvent) -> dict[str, Any]:
+    """Return an event as a JSON object with an `event` field; times in ms."""
+    kind = event.WhichOneof("event")
+    if kind == "accepted":
+        accepted = event.accepted
+        return {
+            "event": kind,
+            "request_id": accepted.request_id,
+            "nodes": _placement(accepted.nodes),
+            "prompt_tokens": accepted.prompt_tokens,
+            "seed": accepted.seed,
+        }
+    if kind == "progress":
+        progress = event.progress
+        return {
+            "event": kind,
+            "prefilled_tokens": progress.prefilled_tokens,
+            "prompt_tokens": progress.prompt_tokens,
+            "eta_ms": progress.eta_ms,
+        }
+    if kind == "tokens":
+        return _tokens(event.tokens)
+    assert kind == "finished", f"event {kind}"
+    finished = event.finished
+    return {
+        "event": kind,
+        "finish_reason": pb_name(finished.DESCRIPTOR.fields_by_name["reason"], finished.reason, _REASON_PREFIX),
+        "usage": {field.name: getattr(finished.usage, field.name) for field in pb.Usage.DESCRIPTOR.fields},
+        "nodes": _placement(finished.nodes),
+        "time": {name: round(getattr(finished.time, name), 3) for name in _TIMES},
+    }
+
+
+def error_of(err: grpc.RpcError) -> tuple[str, str]:
+    """Return (status name, text) of a failed call."""
+    call = cast(grpc.Call, err)  # a failed call is both, which the stubs cannot say
+    return call.code().name, call.details() or "no details"
+
+
+def pb_name(field: Any, number: int, prefix: str) -> str:
+    """Return the lower-case name of an enum value without its prefix."""
+    name: str = field.enum_type.values_by_number[number].name
+    return name.removeprefix(prefix).lower()
+
+
+def _placement(nodes: pb.Placement) -> dict[str, Any]:
+    confidence = nodes.DESCRIPTOR.fields_by_name["index_confidence"]
+    return {
+        "prefill_node": nodes.prefill_node,
+        "decode_node": nodes.decode_node,
+        "ring_size": nodes.ring_size,
+        "index_confidence": pb_name(confidence, nodes.index_confidence, _CONFIDENCE_PREFIX),
+    }
+
+
+def _tokens(tokens: pb.Tokens) -> dict[str, Any]:
+    found: dict[str, Any] = {"event": "tokens", "token_ids": list(tokens.token_ids), "text": tokens.text}
+    if tokens.logprobs:
+        found["logprobs"] = [
+            {
+                "token_id": one.token_id,
+                "logprob": one.logprob,
+                "top": [{"token_id": top.token_id, "logprob": top.logprob} for top in one.top],
+            }
+            for one in tokens.logprobs
+        ]
+    return found

@@ -1,0 +1,88 @@
+"""`kvrelay nodes` and `kvrelay drain`: what runs where, and taking a node out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from kvrelay.cli import client
+from kvrelay.proto.v1 import fleet_pb2, fleet_pb2_grpc
+
+CALL_TIMEOUT_S = 10.0
+_ROLE_PREFIX = "NODE_ROLE_"
+
+
+def run_nodes(options: argparse.Namespace) -> int:
+    """Print the nodes that the router knows."""
+    try:
+        with client.connect(options.endpoint) as channel:
+            reply = fleet_pb2_grpc.FleetStub(channel).ListNodes(fleet_pb2.ListNodesRequest(), timeout=CALL_TIMEOUT_S)
+    except grpc.RpcError as err:
+        return _failed(err)
+    nodes = [as_dict(record) for record in reply.nodes]
+    if options.json:
+        for node in nodes:
+            print(json.dumps(node))
+    else:
+        _print_table(nodes)
+    return 0
+
+
+def run_drain(options: argparse.Namespace) -> int:
+    """Ask the router to drain one node; returns at once, the node exits when its work is done."""
+    request = fleet_pb2.DrainNodeRequest(name=options.node)
+    try:
+        with client.connect(options.endpoint) as channel:
+            reply = fleet_pb2_grpc.FleetStub(channel).DrainNode(request, timeout=CALL_TIMEOUT_S)
+    except grpc.RpcError as err:
+        return _failed(err)
+    print(f"{options.node} is draining, {reply.active_requests} requests to finish")
+    return 0
+
+
+def as_dict(record: fleet_pb2.NodeRecord) -> dict[str, Any]:
+    """Return a registry record as a JSON object."""
+    role = client.pb_name(record.DESCRIPTOR.fields_by_name["role"], record.role, _ROLE_PREFIX)
+    return {
+        "name": record.node.name,
+        "start_id": f"{record.node.start_id:016x}",
+        "role": role,
+        "endpoint": record.endpoint,
+        "ring_size": record.ring_size,
+        "model": record.model,
+        "dtype": record.dtype,
+        "max_model_len": record.max_model_len,
+        "total_pages": record.total_pages,
+        "free_pages": record.free_pages,
+        "active_requests": record.active_requests,
+        "queued_tokens": record.queued_tokens,
+        "draining": record.draining,
+        "layout": record.layout_fingerprint.hex(),
+    }
+
+
+def _print_table(nodes: Sequence[dict[str, Any]]) -> None:
+    from rich.console import Console  # noqa: PLC0415 - not needed for --json
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("node", "role", "ring", "endpoint", "model", "dtype", "pages free", "active", "state"):
+        table.add_column(title, justify="right" if title in ("ring", "pages free", "active") else "left")
+    for node in sorted(nodes, key=lambda one: (one["role"], one["name"])):
+        table.add_row(
+            node["name"], node["role"], str(node["ring_size"]), node["endpoint"], node["model"], node["dtype"],
+            f"{node['free_pages']}/{node['total_pages']}", str(node["active_requests"]),
+            "draining" if node["draining"] else "serving",
+        )  # fmt: skip
+    Console().print(table)
+
+
+def _failed(err: grpc.RpcError) -> int:
+    status, text = client.error_of(err)
+    print(f"{status}: {text}", file=sys.stderr)
+    return 1

@@ -1,0 +1,134 @@
+"""The command line as data: every command and option, and nothing that runs them.
+
+A test compares this with a golden file, so that the command line changes on purpose only. The options of the role
+commands (router, prefill, decode) are the fields of their settings classes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib.metadata import version
+from typing import Any
+
+from kvrelay.cli.defaults import ENDPOINT
+
+# Role commands: what serves them. They parse their own options, which are also environment variables.
+ROLES = {
+    "router": "kvrelay.router.app",
+    "prefill": "kvrelay.prefill_node.app",
+    "decode": "kvrelay.decode_node.app",
+}
+_ROLE_HELP = {
+    "router": "one router: what clients talk to",
+    "prefill": "one prefill node: a ring of ranks",
+    "decode": "one decode node",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser; each command sets `run` to the "module:function" that takes the parsed options."""
+    parser = _Parser(prog="kvrelay", description="Serve MLA language models with prefill and decode on separate pools.")
+    parser.add_argument("--version", action="version", version=f"kvrelay {version('kvrelay')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_up(commands.add_parser("up", help="a whole cluster on this machine"))
+    for role, text in _ROLE_HELP.items():
+        commands.add_parser(role, help=text, add_help=False)
+    _add_generate(commands.add_parser("generate", help="send one prompt and stream the answer"))
+    _add_nodes(commands.add_parser("nodes", help="what runs where"))
+    _add_drain(commands.add_parser("drain", help="take a node out without losing a request"))
+    _add_bench(commands.add_parser("bench", help="measure, side by side"))
+    return parser
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, except where there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default is None or action.default is False or action.default == ""
+        return action.help if silent else super()._get_help_string(action)
+
+
+class _Parser(argparse.ArgumentParser):
+    """The form of every command; sub-commands take the class of their parent."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **kwargs})
+
+
+def _add_up(up: argparse.ArgumentParser) -> None:
+    up.add_argument("--model", metavar="DIR", help="checkpoint folder; without it a small embedded model")
+    up.add_argument("--prefill", type=positive, metavar="N", help="prefill nodes; default: one per ring size given")
+    up.add_argument(
+        "--ring-size", type=ring_sizes, default="2", metavar="R", help="ranks of a prefill node; 1,3 = sizes in turn"
+    )
+    up.add_argument("--decode", type=positive, default=1, metavar="M", help="decode nodes")
+    up.add_argument("--listen", default=ENDPOINT, metavar="HOST:PORT", help="where clients connect; port 0 = any free")
+    up.add_argument("--index", default="embedded", metavar="embedded|redis://...", help="server of the prefix index")
+    up.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="auto = float32 on CPUs, the checkpoint's on GPUs",
+    )
+    up.add_argument("--chunk-tokens", type=positive, metavar="N", help="prompt tokens per prefill step")
+    up.add_argument("--max-model-len", type=positive, metavar="N", help="longest prompt plus output")
+    up.set_defaults(run="kvrelay.cli.up:run")
+
+
+def _add_generate(generate: argparse.ArgumentParser) -> None:
+    prompt = generate.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("text", nargs="?", metavar="TEXT", help="the prompt")
+    prompt.add_argument("--prompt-file", metavar="F", help="file with the prompt; - = standard input")
+    prompt.add_argument("--token-ids", metavar="F", help="file with a JSON list of token ids; - = standard input")
+    generate.add_argument("--chat", action="store_true", help="the prompt is a user's message of a chat")
+    generate.add_argument("--system", metavar="TEXT", help="system message before it; implies --chat")
+    generate.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
+    generate.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most tokens to generate")
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 = always the likeliest token")
+    generate.add_argument(
+        "--top-p", type=float, metavar="P", help="keep the likeliest tokens of this total probability"
+    )
+    generate.add_argument("--seed", type=int, metavar="S", help="same seed, same text; without it one is drawn")
+    generate.add_argument("--logprobs", type=int, metavar="N", help="log-probabilities, and the N likeliest (--json)")
+    generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the model's end tokens")
+    generate.add_argument("--timeout-s", type=float, metavar="S", help="time limit of the request")
+    generate.add_argument("--json", action="store_true", help="print one JSON object per event")
+    generate.set_defaults(run="kvrelay.cli.generate:run")
+
+
+def _add_nodes(nodes: argparse.ArgumentParser) -> None:
+    nodes.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
+    nodes.add_argument("--json", action="store_true", help="print one JSON object per node")
+    nodes.set_defaults(run="kvrelay.cli.fleet:run_nodes")
+
+
+def _add_drain(drain: argparse.ArgumentParser) -> None:
+    drain.add_argument("node", metavar="NODE", help="name, as `kvrelay nodes` shows it")
+    drain.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
+    drain.set_defaults(run="kvrelay.cli.fleet:run_drain")
+
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    kinds = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")
+    for name, text in (
+        ("handoff", "time to the first and second token, split cluster over one process"),
+        ("stream", "time between tokens at the client over the model's step time"),
+    ):
+        kind = kinds.add_parser(name, help=text)
+        kind.add_argument("--model", metavar="DIR", help="checkpoint folder; without it the embedded model")
+        kind.add_argument("--prompt-tokens", type=positive, default=4000, metavar="N", help="length of each prompt")
+        kind.add_argument("--pairs", type=positive, default=20, metavar="N", help="interleaved pairs")
+        kind.add_argument("--out", metavar="DIR", help="folder for the result file; without it nothing is written")
+        kind.set_defaults(run=f"kvrelay.bench.{name}:run")
+
+
+def positive(text: str) -> int:
+    """Parse an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def ring_sizes(text: str) -> tuple[int, ...]:
+    """Parse "2" or "1,3"."""
+    return tuple(positive(part.strip()) for part in text.split(","))
