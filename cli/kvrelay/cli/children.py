@@ -1,0 +1,109 @@
+"""One child process of `up`: how it starts, says that it is ready, is stopped, and what it said last."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_TAIL_BYTES = 8192
+
+
+@dataclass(slots=True)
+class Command:
+    """What to run. `options` is changed once: after the first start the address is pinned."""
+
+    name: str
+    role: str
+    options: list[str]
+    log: Path
+
+
+@dataclass(slots=True)
+class Child:
+    """A running role. Created by `start`."""
+
+    command: Command
+    process: asyncio.subprocess.Process
+    ready: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def alive(self) -> bool:
+        return self.process.returncode is None
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal; nothing happens when the process has ended."""
+        if self.alive:
+            self.process.send_signal(number)
+
+    async def wait(self) -> int:
+        """Return the exit status once the process has ended; a future that waits for `ready` is then cancelled."""
+        status = await self.process.wait()
+        if not self.ready.done():
+            self.ready.cancel()
+        return status
+
+
+async def start(command: Command) -> tuple[Child, asyncio.Task[None]]:
+    """Start a child that dies with this process; stderr goes to its log, stdout is read for the ready line.
+
+    Returns the child and the task that reads its stdout.
+    """
+    with command.log.open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvrelay.cli.child", str(os.getpid()), command.role, *command.options,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=log,
+            start_new_session=True,  # Ctrl-C in the terminal reaches `up` alone, which then drains
+        )  # fmt: skip
+    child = Child(command, process)
+    return child, asyncio.create_task(_read_stdout(child))
+
+
+async def _read_stdout(child: Child) -> None:
+    assert child.process.stdout is not None
+    async for line in child.process.stdout:
+        endpoint = _endpoint_of(line)
+        if endpoint is not None and not child.ready.done():
+            child.ready.set_result(endpoint)
+
+
+def _endpoint_of(line: bytes) -> str | None:
+    """Return the address in a ready line, None for anything else."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or found.get("event") != "ready":
+        return None
+    return str(found["endpoint"])
+
+
+def last_lines(log: Path, *, num_lines: int) -> list[str]:
+    """Return the last lines of a log file."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+    return list(deque(text.splitlines(), maxlen=num_lines))
+
+
+@dataclass(slots=True)
+class RestartBudget:
+    """How often a child may die: quick deaths wait longer each time, and too many end the restarts."""
+
+    max_deaths: int = 5
+    window_s: float = 60.0
+    first_delay_s: float = 0.5
+    deaths_s: list[float] = field(default_factory=list)
+
+    def delay_s(self, now_s: float) -> float | None:
+        """Count a death at `now_s`; return how long to wait before the restart, None when there is to be none."""
+        self.deaths_s = [at_s for at_s in self.deaths_s if now_s - at_s < self.window_s]
+        self.deaths_s.append(now_s)
+        if len(self.deaths_s) > self.max_deaths:
+            return None
+        return float(self.first_delay_s * 2 ** (len(self.deaths_s) - 1))

@@ -1,0 +1,44 @@
+"""The prefix index's server for `up`: the embedded one, kept alive on its address, or one that somebody else runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvrelay.index.server import EmbeddedServer
+
+_POLL_S = 0.5
+
+
+class IndexKeeper:
+    """Starts the embedded server and restarts it when it dies; with a redis:// address it does nothing."""
+
+    def __init__(self, index: str, say: Callable[[str], None]) -> None:
+        self.url = index
+        self._embedded = index == "embedded"
+        self._say = say
+        self._server: EmbeddedServer | None = None
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Return when the server answers; `url` is its address from then on."""
+        if not self._embedded:
+            return
+        self._server = await asyncio.to_thread(EmbeddedServer.start)
+        self.url = self._server.url
+        self._keeper = asyncio.create_task(self._keep(self._server.port))
+
+    async def stop(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._server is not None:
+            await asyncio.to_thread(self._server.stop)
+
+    async def _keep(self, port: int) -> None:
+        while True:
+            await asyncio.sleep(_POLL_S)
+            assert self._server is not None
+            if not self._server.alive:
+                self._say("the index server ended; restarting it, empty")
+                self._server = await asyncio.to_thread(EmbeddedServer.start, port=port)
