@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import psutil
 
@@ -48,7 +47,7 @@ def running(
 
     Args:
         environ: variables on top of this process's own.
-        show: pass on what `up` says to our stderr, as it says it.
+        show: let `up` speak on our stderr; `said` is then empty.
 
     Raises:
         UnavailableError: it did not become ready; the text is what it said.
@@ -65,15 +64,13 @@ def running(
 def start(
     options: Sequence[str], *, log: Path, environ: Mapping[str, str] | None = None, show: bool = False
 ) -> subprocess.Popen[str]:
-    """Start `kvrelay up`; its stderr goes to `log`, its stdout is a pipe."""
-    process = subprocess.Popen(  # noqa: S603 - our own command
-        [sys.executable, "-m", "kvrelay.cli.main", "up", *options],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environ or {})},
-        start_new_session=True,
-    )  # fmt: skip
-    assert process.stderr is not None
-    threading.Thread(target=_copy, args=(process.stderr, log, show), daemon=True).start()
-    return process
+    """Start `kvrelay up`; its stdout is a pipe, its stderr goes to `log`, or to ours when it is to be shown."""
+    with log.open("w") as file:
+        return subprocess.Popen(  # noqa: S603 - our own command
+            [sys.executable, "-m", "kvrelay.cli.main", "up", *options],
+            stdout=subprocess.PIPE, stderr=None if show else file, text=True,
+            env={**os.environ, **(environ or {})}, start_new_session=True,
+        )  # fmt: skip
 
 
 def stop(process: subprocess.Popen[str]) -> int:
@@ -102,11 +99,3 @@ def _endpoint(process: subprocess.Popen[str], log: Path) -> str:
         process.wait()
         raise UnavailableError(f"the cluster did not become ready:\n{log.read_text()}")
     return endpoint
-
-
-def _copy(source: IO[str], log: Path, show: bool) -> None:
-    with log.open("w", buffering=1) as file:
-        for line in source:
-            file.write(line)
-            if show:
-                sys.stderr.write(line)

@@ -1,0 +1,126 @@
+"""The command line is an interface: it changes on purpose, together with its golden file and the README."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from command_line import GOLDEN, describe, readme_table, settings_table
+from kvrelay.cli.generate import build_request
+from kvrelay.cli.main import main
+from kvrelay.cli.parser import build_parser
+from kvrelay.core.errors import InvalidRequestError
+from kvrelay.proto.convert import unpack_ids
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvrelay.cli.main", *args]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_the_command_line_is_the_golden_one() -> None:
+    assert describe() == GOLDEN.read_text(), "changed on purpose? python tests/command_line.py"
+
+
+def test_the_readme_lists_every_setting() -> None:
+    assert readme_table() == settings_table(), "changed on purpose? python tests/command_line.py"
+
+
+def test_help_and_version_answer_at_once() -> None:
+    began_s = time.perf_counter()
+    shown = run("--help")
+    took_s = time.perf_counter() - began_s
+
+    assert shown.returncode == 0
+    assert "generate" in shown.stdout
+    assert took_s < 1.0
+    assert run("--version").stdout.strip() == f"kvrelay {version('kvrelay')}"
+
+
+def test_help_loads_no_heavy_library() -> None:
+    code = (
+        "import sys\nfrom kvrelay.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(str({'torch', 'grpc', 'rich', 'numpy', 'pydantic'} & set(sys.modules) or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.stderr.strip() == ""
+
+
+def test_generate_takes_exactly_one_prompt() -> None:
+    for args in (["generate"], ["generate", "text", "--prompt-file", "f"], ["generate", "--token-ids", "a", "text"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(args)
+
+
+def test_token_ids_travel_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "ids.json").write_text(json.dumps([0, 5, 2**31 - 1]))
+
+    request = build_request(build_parser().parse_args(["generate", "--token-ids", str(tmp_path / "ids.json")]))
+
+    assert unpack_ids(request.tokens.packed_ids).tolist() == [0, 5, 2**31 - 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[1, 2", "not JSON"),
+        ('{"ids": [1]}', "not a JSON list"),
+        ("[1, true]", "not a JSON list"),
+        ("[1, 2.5]", "not a JSON list"),
+        ("[1, -3]", "token id -3"),
+        ("[4294967296]", "token id 4294967296"),
+    ],
+)
+def test_a_file_that_holds_no_token_ids_is_refused_with_its_name(tmp_path: Path, content: str, words: str) -> None:
+    file = tmp_path / "ids.json"
+    file.write_text(content)
+
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        build_request(build_parser().parse_args(["generate", "--token-ids", str(file)]))
+
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "option", [("--max-tokens", "-1"), ("--seed", "-1"), ("--seed", "18446744073709551616"), ("--logprobs", "-1")]
+)
+def test_numbers_that_cannot_be_sent_are_refused_by_name(option: tuple[str, str]) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{option[0]} {option[1]}"):
+        build_request(build_parser().parse_args(["generate", "text", *option]))
+
+
+def test_a_system_message_makes_a_chat() -> None:
+    request = build_request(build_parser().parse_args(["generate", "hello", "--system", "be brief"]))
+
+    assert [(one.role, one.content) for one in request.chat.messages] == [("system", "be brief"), ("user", "hello")]
+
+
+def test_unset_sampling_options_stay_unset_on_the_wire() -> None:
+    sampling = build_request(build_parser().parse_args(["generate", "text"])).sampling
+
+    assert not any(sampling.HasField(name) for name in ("top_p", "seed", "logprobs", "repetition_penalty"))
+
+
+def test_a_missing_prompt_file_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
+    done = run("generate", "--prompt-file", str(tmp_path / "none.txt"))
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvrelay: error: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_nobody_listening_is_one_status_line_and_exit_code_1() -> None:
+    done = run("generate", "hello", "--endpoint", "127.0.0.1:1", "--timeout-s", "5")
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("UNAVAILABLE: ")
+    assert done.stdout == ""

@@ -1,0 +1,83 @@
+"""What `up` starts, and how often it starts it again."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvrelay.cli.children import RestartBudget
+from kvrelay.cli.main import main
+from kvrelay.cli.parser import build_parser
+from kvrelay.cli.up import UpPlan, commands_of, plan_of
+from kvrelay.core.errors import SettingsError
+
+
+def a_plan(*args: str) -> UpPlan:
+    return plan_of(build_parser().parse_args(["up", "--model", "somewhere", *args]))
+
+
+def test_ring_sizes_are_dealt_out_in_turn() -> None:
+    assert a_plan().ring_sizes == (2,)
+    assert a_plan("--ring-size", "1,3").ring_sizes == (1, 3)
+    assert a_plan("--ring-size", "1,3", "--prefill", "3").ring_sizes == (1, 3, 1)
+
+
+def test_threads_of_all_computing_processes_fit_the_cores() -> None:
+    plan = a_plan("--ring-size", "1,2", "--decode", "2")
+
+    assert plan.num_computing == 5
+    assert [plan.threads(num_cores) for num_cores in (1, 4, 5, 9, 10)] == [1, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("args", [("--index", "memcached://x"), ("--listen", "8400"), ("--listen", "host:99999")])
+def test_a_wrong_option_is_refused_by_name(args: tuple[str, str]) -> None:
+    with pytest.raises(SettingsError, match=f"{args[0]} .*{args[1]}"):
+        a_plan(*args)
+
+
+@pytest.mark.parametrize("text", ["0", "1,,2", "-1", "two", "1.5"])
+def test_a_ring_size_is_a_list_of_whole_numbers(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["up", "--ring-size", text])
+
+    assert "is not a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_every_process_has_its_own_name_and_log() -> None:
+    commands = commands_of(
+        a_plan("--ring-size", "1,3", "--decode", "2"), index_url="redis://h:1", num_cores=2, run_folder=Path("logs")
+    )
+
+    assert [command.name for command in commands] == ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]
+    assert len({command.log for command in commands}) == 5
+
+
+def test_names_differ_between_clusters_that_share_an_index() -> None:
+    commands = commands_of(a_plan("--index", "redis://h:1"), index_url="redis://h:1", num_cores=2, run_folder=Path())
+
+    assert all(socket.gethostname() in command.name for command in commands)
+
+
+def test_a_port_in_use_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+
+        assert main(["up", "--model", "somewhere", "--listen", address]) == 1
+
+    assert capsys.readouterr().err == f"kvrelay: error: cannot listen on {address}: Address already in use\n"
+
+
+def test_a_child_that_keeps_dying_waits_longer_each_time_and_then_stays_down() -> None:
+    budget = RestartBudget(max_deaths=3, window_s=60, first_delay_s=0.5)
+
+    assert [budget.delay_s(now_s) for now_s in (0.0, 1.0, 2.0, 3.0)] == [0.5, 1.0, 2.0, None]
+
+
+def test_a_child_that_dies_rarely_is_always_restarted() -> None:
+    budget = RestartBudget(max_deaths=1, window_s=60, first_delay_s=0.5)
+
+    assert [budget.delay_s(now_s) for now_s in (0.0, 61.0, 122.0, 183.0)] == [0.5] * 4
