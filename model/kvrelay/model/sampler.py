@@ -1,0 +1,156 @@
+"""Choosing tokens: a pure function of logits, settings, seed and position, so every node and every retry agrees.
+
+The order is: penalties, temperature, min-p, top-k, top-p, then one uniform number u = Philox(seed, position) against
+the cumulative distribution in descending order of probability (equal ones by token id). The position of a token is
+its index in prompt plus output: the first token after a prompt of n tokens has position n.
+"""
+
+# Shapes in this file: B rows of the batch, V vocabulary.
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvrelay.core.errors import ServeError
+from kvrelay.core.types import SampledToken, Sampling, TokenLogprob
+
+Row = npt.NDArray[np.float64]
+
+
+class NonFiniteLogitsError(ServeError):
+    """A row of logits has no finite maximum, so no token can be chosen. Ends that request only."""
+
+
+class SamplerState:
+    """What one request's sampling remembers: which tokens its prompt and its output hold. Owned by the step thread."""
+
+    def __init__(
+        self, sampling: Sampling, prompt_ids: Sequence[int] | npt.NDArray[np.int32], num_sent: int = 0
+    ) -> None:
+        """Rebuild the state of a request.
+
+        Args:
+            prompt_ids: prompt, followed by output tokens that were sent before a retry.
+            num_sent: how many of the last prompt_ids are such output.
+        """
+        self.sampling = sampling
+        ids = [int(token) for token in prompt_ids] if _has_penalties(sampling) else []
+        self._seen = set(ids)
+        self._output = Counter(ids[len(ids) - num_sent :] if num_sent else ())
+
+    def observe(self, token_id: int) -> None:
+        """Count a token that became output."""
+        if _has_penalties(self.sampling):
+            self._seen.add(token_id)
+            self._output[token_id] += 1
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """True when the argmax of the raw logits is the answer."""
+        sampling = self.sampling
+        return sampling.temperature == 0 and sampling.logprobs is None and not _has_penalties(sampling)
+
+    def penalise(self, logits_V: Row) -> Row:
+        """Return logits after repetition, presence and frequency penalties (a copy when any applies)."""
+        sampling = self.sampling
+        if not _has_penalties(sampling):
+            return logits_V
+        logits_V = logits_V.copy()
+        seen = np.fromiter(self._seen, dtype=np.int64, count=len(self._seen))
+        if sampling.repetition_penalty != 1.0:
+            picked = logits_V[seen]
+            logits_V[seen] = np.where(
+                picked > 0, picked / sampling.repetition_penalty, picked * sampling.repetition_penalty
+            )
+        output = np.fromiter(self._output, dtype=np.int64, count=len(self._output))
+        counts = np.fromiter(self._output.values(), dtype=np.float64, count=len(self._output))
+        logits_V[output] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+        return logits_V
+
+
+def sample(
+    logits_BV: Tensor, states: Sequence[SamplerState], positions: Sequence[int]
+) -> list[SampledToken | NonFiniteLogitsError]:
+    """Choose one token per row.
+
+    Args:
+        logits_BV: fp32, any device; one copy to the host.
+        states: one per row; not changed (call `observe` with what was taken).
+        positions: index that each chosen token will have in its prompt plus output.
+    Returns:
+        one token per row, or the error of a row whose logits are not finite; other rows are unaffected.
+    """
+    best_B, arg_B = logits_BV.max(dim=-1)
+    best, arg = best_B.tolist(), arg_B.tolist()
+    plain = all(state.is_plain_greedy for state in states)
+    host_BV = None if plain else logits_BV.to("cpu", torch.float64).numpy()
+    chosen: list[SampledToken | NonFiniteLogitsError] = []
+    for index, (state, position) in enumerate(zip(states, positions, strict=True)):
+        if not np.isfinite(best[index]):
+            chosen.append(NonFiniteLogitsError(f"logits for position {position} have maximum {best[index]}"))
+        elif state.is_plain_greedy:
+            chosen.append(SampledToken(arg[index]))
+        else:
+            assert host_BV is not None
+            chosen.append(_sample_row(host_BV[index], state, position))
+    return chosen
+
+
+def uniform(*, seed: int, position: int) -> float:
+    """Return the number in [0, 1) that decides the token at `position`; equal on every machine.
+
+    Source: Salmon et al. 2011, Philox4x64-10 as in NumPy; key = seed, counter = position.
+    """
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
+
+
+def _sample_row(logits_V: Row, state: SamplerState, position: int) -> SampledToken:
+    sampling = state.sampling
+    adjusted_V = state.penalise(logits_V)
+    if sampling.temperature == 0:
+        token = int(adjusted_V.argmax())
+    else:
+        kept, weights = _filter(adjusted_V / sampling.temperature, sampling)
+        cdf = np.cumsum(weights)
+        point = uniform(seed=sampling.seed, position=position) * cdf[-1]
+        token = int(kept[min(int(np.searchsorted(cdf, point, side="right")), len(kept) - 1)])
+    return SampledToken(token, None if sampling.logprobs is None else _logprob(logits_V, token, sampling.logprobs))
+
+
+def _filter(scaled_V: Row, sampling: Sampling) -> tuple[npt.NDArray[np.int64], Row]:
+    """Return (token ids, unnormalised probabilities) that survive, most likely first."""
+    weights_V = np.exp(scaled_V - scaled_V.max())
+    order = np.argsort(-weights_V, kind="stable")
+    weights = weights_V[order]
+    keep = len(weights)
+    if sampling.min_p > 0:
+        keep = int(np.searchsorted(-weights, -sampling.min_p, side="right"))  # weights[0] is 1
+    if sampling.top_k > 0:
+        keep = min(keep, sampling.top_k)
+    weights = weights[:keep]
+    if sampling.top_p < 1:
+        mass = np.cumsum(weights)
+        # The token that crosses the threshold stays, so at least one always does.
+        keep = int(np.searchsorted(mass, sampling.top_p * mass[-1], side="left")) + 1
+        weights = weights[:keep]
+    return order[: len(weights)], weights
+
+
+def _logprob(logits_V: Row, token: int, num_top: int) -> TokenLogprob:
+    peak = logits_V.max()
+    log_total = peak + np.log(np.exp(logits_V - peak).sum())
+    top = np.argsort(-logits_V, kind="stable")[:num_top]
+    return TokenLogprob(
+        token,
+        float(logits_V[token] - log_total),
+        tuple((int(index), float(logits_V[index] - log_total)) for index in top),
+    )
+
+
+def _has_penalties(sampling: Sampling) -> bool:
+    return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
