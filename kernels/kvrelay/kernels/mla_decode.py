@@ -1,0 +1,190 @@
+"""One new token per sequence against its paged latents, with absorbed queries.
+
+Shapes in this file: B sequences of the batch, G sequences of a group, P pages, S rows (of a page, of a
+sequence, or of a block), N heads,
+C latent, R rope, W = C + R.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvrelay.kernels.dispatch import Backend, choose
+from kvrelay.kernels.merge import merge_partials
+
+# A sequence joins a group when its padding is at most an eighth of the group's longest table, or so short that
+# another launch would cost more than the padding.
+MAX_PADDING = 0.125
+FREE_PADDING_TOKENS = 256
+# Bytes of one block of gathered rows, over all sequences of a group: read twice, so it should stay in the cache.
+BLOCK_BYTES = 4 << 20
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences of similar length, neighbours in the plan's order, processed together."""
+
+    start: int  # rows [start, end) of the plan's order
+    end: int
+    slots_GS: Tensor  # int64 row of the pool; behind a sequence's end its own first row, so never a row of others
+    bias_G1S: Tensor  # fp32, added to the scores: 0 where visible, -inf behind the end
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Made once per step from page tables and lengths; used by all layers."""
+
+    groups: tuple[Group, ...]
+    order_B: Tensor | None  # int64: sequence of each row, longest first; None = as they come
+    inverse_B: Tensor | None  # int64: row of each sequence
+    slots_B: Tensor  # int64: where this step's row of each sequence is written
+    lengths_B: Tensor  # int64: visible rows, this step's included
+
+    @classmethod
+    def make(
+        cls, page_tables: Sequence[Tensor], lengths: Sequence[int], *, page_tokens: int, device: torch.device
+    ) -> DecodePlan:
+        """Plan one step.
+
+        Args:
+            page_tables: one int64 CPU tensor per sequence, its pages in token order; spare pages at the end are fine.
+            lengths: visible rows per sequence, this step's row (position length - 1) included; at least 1.
+        """
+        sizes = np.asarray(lengths, dtype=np.int64)
+        assert len(page_tables) == len(sizes) > 0, "one table per sequence, and at least one sequence"
+        tables = [table.numpy() for table in page_tables]
+        used = -(-sizes // page_tokens)
+        order = np.argsort(-used, kind="stable")
+        groups = tuple(
+            _group(tables, sizes, order[start:end], start, page_tokens, device)
+            for start, end in _split(used[order], FREE_PADDING_TOKENS // page_tokens)
+        )
+        last = sizes - 1
+        pages = np.array([table[page] for table, page in zip(tables, last // page_tokens, strict=True)], np.int64)
+        in_order = bool((order == np.arange(len(sizes))).all())
+        return cls(
+            groups=groups,
+            order_B=None if in_order else torch.from_numpy(order).to(device),
+            inverse_B=None if in_order else torch.from_numpy(np.argsort(order)).to(device),
+            slots_B=torch.from_numpy(pages * page_tokens + last % page_tokens).to(device),
+            lengths_B=torch.from_numpy(sizes).to(device),
+        )
+
+    @property
+    def gathered_rows(self) -> int:
+        """Rows read per layer, padding included; the sum of the lengths is what must be read."""
+        return sum(group.slots_GS.numel() for group in self.groups)
+
+
+def _split(used_pages: Ints, free_padding_pages: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of each group; `used_pages` descends."""
+    start = 0
+    for row, pages in enumerate(used_pages.tolist()):
+        longest = int(used_pages[start])
+        if longest - pages > max(MAX_PADDING * longest, free_padding_pages):
+            yield start, row
+            start = row
+    yield start, len(used_pages)
+
+
+def _group(
+    tables: Sequence[Ints], sizes: Ints, members: Ints, start: int, page_tokens: int, device: torch.device
+) -> Group:
+    longest = int(sizes[members].max())
+    pages = np.zeros((len(members), -(-longest // page_tokens)), np.int64)
+    for row, member in enumerate(members):
+        count = -(-sizes[member] // page_tokens)
+        pages[row, :count] = tables[member][:count]
+    pages_GP = torch.from_numpy(pages).to(device)
+    lengths_G1 = torch.from_numpy(sizes[members]).to(device)[:, None]
+    rows = torch.arange(page_tokens, device=device)
+    slots_GS = (pages_GP[..., None] * page_tokens + rows).flatten(1)[:, :longest]
+    hidden_GS = torch.arange(longest, device=device) >= lengths_G1
+    # Rows behind the end may hold anything, not-a-number included, which even a weight of 0 would let through.
+    slots_GS = torch.where(hidden_GS, slots_GS[:, :1], slots_GS)
+    bias_GS = torch.zeros(hidden_GS.shape, device=device).masked_fill_(hidden_GS, -torch.inf)
+    return Group(start, start + len(members), slots_GS, bias_GS[:, None])
+
+
+class MlaDecode(Protocol):
+    def __call__(
+        self, q_BNW: Tensor, pool_PSW: Tensor, plan: DecodePlan, *, scale: float, latent_width: int
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    device: str  # torch device type
+    dtype: torch.dtype
+    num_heads: int
+    latent_width: int  # C
+    row_width: int  # W
+
+
+def mla_decode(q_BNW: Tensor, pool_PSW: Tensor, plan: DecodePlan, *, scale: float, latent_width: int) -> Tensor:
+    """Return attention of one query per sequence over its latents.
+
+    Args:
+        q_BNW: absorbed queries, then rotated rope queries.
+        pool_PSW: one layer of the pool; this step's rows are already written.
+        plan: of this step.
+        latent_width: C; values are the first C numbers of a row.
+
+    Returns:
+        out_BNC fp32, accumulated in fp32, still in latent space.
+    """
+    num_heads, row_width = q_BNW.shape[1:]
+    kernel = kernel_for(Problem(q_BNW.device.type, pool_PSW.dtype, num_heads, latent_width, row_width))
+    return kernel(q_BNW, pool_PSW, plan, scale=scale, latent_width=latent_width)
+
+
+@functools.cache
+def kernel_for(problem: Problem, wanted: str = "auto") -> MlaDecode:
+    """Return the chosen backend's function; the choice is made and logged once per problem."""
+    return choose("mla_decode", BACKENDS, problem, wanted).load()
+
+
+def _gathered(q_BNW: Tensor, pool_PSW: Tensor, plan: DecodePlan, *, scale: float, latent_width: int) -> Tensor:
+    """Gather the rows of a group block by block, then plain batched matmuls; runs anywhere."""
+    q_BNW = q_BNW.float()
+    if plan.order_B is not None:
+        q_BNW = q_BNW.index_select(0, plan.order_B)
+    rows_W = pool_PSW.flatten(0, 1)
+    outs = [_attend_group(q_BNW[group.start : group.end], rows_W, group, scale, latent_width) for group in plan.groups]
+    out_BNC = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out_BNC if plan.inverse_B is None else out_BNC.index_select(0, plan.inverse_B)
+
+
+def _attend_group(q_GNW: Tensor, rows_W: Tensor, group: Group, scale: float, latent_width: int) -> Tensor:
+    num_sequences, num_rows = group.slots_GS.shape
+    row_width = q_GNW.shape[-1]
+    step = max(64, BLOCK_BYTES // (4 * num_sequences * row_width))
+    out, lse = None, None
+    for start in range(0, num_rows, step):
+        slots_GS = group.slots_GS[:, start : start + step]
+        kv_GSW = rows_W.index_select(0, slots_GS.reshape(-1)).float().view(num_sequences, -1, row_width)
+        bias_G1S = group.bias_G1S[..., start : start + step]
+        scores_GNS = torch.baddbmm(bias_G1S, q_GNW, kv_GSW.transpose(1, 2), alpha=scale)
+        part_GNC = torch.bmm(scores_GNS.softmax(-1), kv_GSW[..., :latent_width])
+        if num_rows <= step:
+            return part_GNC
+        # A block wholly behind a sequence's end is all -inf: its softmax is not a number, its weight must be none.
+        part = part_GNC.nan_to_num_(nan=0.0), scores_GNS.logsumexp(-1)
+        out, lse = part if out is None or lse is None else merge_partials(out, lse, *part)
+    assert out is not None, "a sequence has at least one row"
+    return out
+
+
+BACKENDS: tuple[Backend[Problem, MlaDecode], ...] = (  # best first; the last never refuses
+    Backend("torch", lambda _: None, lambda: _gathered),
+)
