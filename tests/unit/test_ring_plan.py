@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.core.shard import Span
+from kvrelay.kv_transfer.plan import owned_ranges
 from kvrelay.prefill_node import ring_plan
 
 CHUNKS = st.builds(lambda start, size: Span(start, start + size), st.integers(0, 300), st.integers(1, 400))
@@ -19,6 +20,14 @@ PAGE_TOKENS = 16
 
 def positions(spans: tuple[Span, ...]) -> list[int]:
     return [position for span in spans for position in range(span.start, span.end)]
+
+
+def a_table(owners: list[int], page_tokens: int = PAGE_TOKENS) -> ring_plan.PageTable:
+    """Return a table in which prompt page k is page k of its owner's pool."""
+    table = ring_plan.PageTable(prompt_tokens=len(owners) * page_tokens, page_tokens=page_tokens)
+    for page, rank in enumerate(owners):
+        table.fill(prompt_page=page, rank=rank, first_page=page, num_pages=1)
+    return table
 
 
 @given(chunk=CHUNKS, ring_size=RINGS, align=ALIGNS)
@@ -68,14 +77,14 @@ def test_every_row_is_stored_exactly_once_by_the_owner_of_its_page(
         owners += ring_plan.assign_pages(
             chunk, counts, ring_size=ring_size, align_tokens=align, page_tokens=PAGE_TOKENS, first_page=len(owners)
         )
-        ranks, pages = np.array(owners, dtype=np.int32), np.arange(len(owners), dtype=np.int64)
+        table = a_table(owners)
         spans = ring_plan.rank_spans(chunk, ring_size=ring_size, align_tokens=align)
         for rank in range(ring_size):
             for block in spans:
-                kept = ring_plan.stored_rows(ranks, pages, block, rank=rank, page_tokens=PAGE_TOKENS)
+                kept = ring_plan.stored_rows(table, block, rank=rank)
                 where = np.array(positions(block), dtype=np.int64)[kept.rows]
                 stored[where] += 1
-                assert (ranks[where // PAGE_TOKENS] == rank).all()
+                assert (table.owners[where // PAGE_TOKENS] == rank).all()
                 assert (kept.slots == where).all()  # page numbers equal prompt pages here
 
     assert (stored == 1).all()
@@ -89,24 +98,28 @@ def test_with_aligned_chunks_no_row_is_stored_away_from_where_it_was_computed(ri
     owners = ring_plan.assign_pages(
         whole, [0] * ring_size, ring_size=ring_size, align_tokens=64, page_tokens=64, first_page=first_page
     )
-    ranks = np.array([0] * first_page + owners, dtype=np.int32)
+    table = a_table([-1] * first_page + owners, page_tokens=64)
     spans = ring_plan.rank_spans(whole, ring_size=ring_size, align_tokens=64)
 
     for rank in range(ring_size):
-        assert positions(ring_plan.owned_spans(ranks, whole, rank=rank, page_tokens=64)) == positions(spans[rank])
+        assert positions(owned_ranges(whole, table.owners.tolist(), rank=rank, page_tokens=64)) == positions(
+            spans[rank]
+        )
 
 
 @given(owners=st.lists(st.integers(0, 2), min_size=1, max_size=20), data=st.data())
-def test_owned_spans_and_slots_cover_each_position_for_exactly_one_rank(owners: list[int], data: st.DataObject) -> None:
+def test_owned_ranges_and_slots_cover_each_position_for_exactly_one_rank(
+    owners: list[int], data: st.DataObject
+) -> None:
     start = data.draw(st.integers(0, len(owners) * PAGE_TOKENS - 1))
     end = data.draw(st.integers(start + 1, len(owners) * PAGE_TOKENS))
-    ranks = np.array(owners, dtype=np.int32)
-    pages = np.arange(len(owners), dtype=np.int64)[::-1].copy()
+    table = a_table(owners)
+    table.pages = table.pages[::-1].copy()
     found: list[int] = []
     for rank in range(3):
-        spans = ring_plan.owned_spans(ranks, Span(start, end), rank=rank, page_tokens=PAGE_TOKENS)
-        slots = ring_plan.owned_slots(ranks, pages, Span(start, end), rank=rank, page_tokens=PAGE_TOKENS)
-        expected = [int(pages[p // PAGE_TOKENS]) * PAGE_TOKENS + p % PAGE_TOKENS for p in positions(spans)]
+        spans = owned_ranges(Span(start, end), owners, rank=rank, page_tokens=PAGE_TOKENS)
+        slots = ring_plan.owned_slots(table, Span(start, end), rank=rank)
+        expected = [int(table.pages[p // PAGE_TOKENS]) * PAGE_TOKENS + p % PAGE_TOKENS for p in positions(spans)]
         assert slots.tolist() == expected
         assert all(a.end < b.start for a, b in pairwise(spans))
         found += positions(spans)

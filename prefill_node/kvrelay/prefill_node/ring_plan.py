@@ -32,6 +32,28 @@ class Pair:
         return rows * (rows + 1) // 2 if self.causal else rows * self.keys.num_tokens
 
 
+class PageTable:
+    """Where the pages of one prompt lie: prompt page k is page pages[k] of rank owners[k]'s pool, for good."""
+
+    def __init__(self, *, prompt_tokens: int, page_tokens: int) -> None:
+        num_pages = -(-prompt_tokens // page_tokens)
+        self.page_tokens = page_tokens
+        self.owners = np.full(num_pages, -1, dtype=np.int32)  # -1: not known yet
+        self.pages: Rows = np.zeros(num_pages, dtype=np.int64)
+
+    def fill(self, *, prompt_page: int, rank: int, first_page: int, num_pages: int) -> None:
+        """Learn that prompt pages from `prompt_page` on are `num_pages` neighbours of one rank's pool."""
+        where = slice(prompt_page, prompt_page + num_pages)
+        assert (self.owners[where] == -1).all(), f"prompt page {prompt_page} has an owner already"
+        self.owners[where] = rank
+        self.pages[where] = np.arange(first_page, first_page + num_pages)
+
+    def pages_of(self, tokens: Span) -> list[int]:
+        """Return the page numbers, in their owners' pools, of the pages that hold `tokens`."""
+        found: list[int] = self.pages[tokens.start // self.page_tokens : -(-tokens.end // self.page_tokens)].tolist()
+        return found
+
+
 def rank_spans(chunk: Span, *, ring_size: int, align_tokens: int) -> tuple[tuple[Span, ...], ...]:
     """Return, per rank, the positions it computes: at most two spans, never empty ones, adjacent ones joined."""
     return tuple(
@@ -65,19 +87,9 @@ def visible_pairs(queries: Sequence[Span], keys: Sequence[Span]) -> tuple[Pair, 
     return tuple(pairs)
 
 
-def owned_slots(
-    owners: npt.NDArray[np.int32], pages: npt.NDArray[np.int64], tokens: Span, *, rank: int, page_tokens: int
-) -> Rows:
-    """Return the pool slots of one rank that hold positions of `tokens`, in position order.
-
-    Args:
-        owners: rank of each prompt page.
-        pages: page number of each prompt page in its owner's pool.
-    """
-    positions: Rows = np.arange(tokens.start, tokens.end, dtype=np.int64)
-    mine: Rows = positions[owners[positions // page_tokens] == rank]
-    slots: Rows = pages[mine // page_tokens] * page_tokens + mine % page_tokens
-    return slots
+def owned_slots(table: PageTable, tokens: Span, *, rank: int) -> Rows:
+    """Return the pool slots of one rank that hold positions of `tokens`, in position order."""
+    return stored_rows(table, (tokens,), rank=rank).slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,32 +100,19 @@ class Stored:
     slots: Rows
 
 
-def stored_rows(
-    owners: npt.NDArray[np.int32],
-    pages: npt.NDArray[np.int64],
-    block: Sequence[Span],
-    *,
-    rank: int,
-    page_tokens: int,
-) -> Stored:
+def stored_rows(table: PageTable, block: Sequence[Span], *, rank: int) -> Stored:
     """Return what `rank` keeps of a block whose rows are the positions of `block` in order."""
-    positions = np.concatenate([np.arange(span.start, span.end, dtype=np.int64) for span in block] or [_NONE])
-    (rows,) = np.nonzero(owners[positions // page_tokens] == rank)
+    positions = positions_of(block)
+    (rows,) = np.nonzero(table.owners[positions // table.page_tokens] == rank)
     mine = positions[rows]
-    return Stored(rows.astype(np.int64), pages[mine // page_tokens] * page_tokens + mine % page_tokens)
+    slots = table.pages[mine // table.page_tokens] * table.page_tokens + mine % table.page_tokens
+    return Stored(rows.astype(np.int64), slots)
 
 
-def owned_spans(owners: npt.NDArray[np.int32], tokens: Span, *, rank: int, page_tokens: int) -> tuple[Span, ...]:
-    """Return the longest spans of `tokens` whose pages belong to `rank`."""
-    spans: list[Span] = []
-    for page in range(tokens.start // page_tokens, -(-tokens.end // page_tokens)):
-        inside = Span(page * page_tokens, (page + 1) * page_tokens).intersect(tokens)
-        if owners[page] == rank and inside is not None:
-            if spans and spans[-1].end == inside.start:
-                spans[-1] = Span(spans[-1].start, inside.end)
-            else:
-                spans.append(inside)
-    return tuple(spans)
+def positions_of(spans: Sequence[Span]) -> Rows:
+    """Return the positions of spans, in order."""
+    parts = [np.arange(span.start, span.end, dtype=np.int64) for span in spans]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
 def intersections(left: Sequence[Span], right: Sequence[Span]) -> tuple[Span, ...]:
@@ -134,18 +133,24 @@ def assign_pages(
         num_assigned: pages of this request that each rank holds so far.
     """
     counts = list(num_assigned)
-    spans = rank_spans(chunk, ring_size=ring_size, align_tokens=align_tokens)
+    spans = shard.cut(chunk, ring_size=ring_size, align_tokens=align_tokens)
     owners: list[int] = []
+    first_span = 0
     for page in range(first_page, -(-chunk.end // page_tokens)):
-        tokens = Span(page * page_tokens, (page + 1) * page_tokens)
-        computing = [rank for rank in range(ring_size) if intersections(spans[rank], (tokens,))]
+        while spans[first_span].end <= page * page_tokens:
+            first_span += 1
+        last_span = first_span
+        while spans[last_span].end < min((page + 1) * page_tokens, chunk.end):
+            last_span += 1
+        computing = {
+            min(index, 2 * ring_size - 1 - index)
+            for index in range(first_span, last_span + 1)
+            if spans[index].num_tokens
+        }
         owner = min(computing, key=lambda rank: (counts[rank], rank))
         counts[owner] += 1
         owners.append(owner)
     return owners
-
-
-_NONE = np.zeros(0, dtype=np.int64)
 
 
 def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:

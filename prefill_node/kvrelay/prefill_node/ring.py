@@ -1,0 +1,153 @@
+"""Attention over latent blocks that rotate round the ring.
+
+Each lap sends one block of every rank once round: first the chunk's own rows, then the rows of earlier tokens in
+sub-blocks. A rank re-expands what passes by, attends the part its queries may see, and merges the partial results.
+All R - 1 hops of a lap always happen; only work that nobody would see is skipped, never communication.
+
+Shapes in this file: T own tokens of the chunk, B rows of a block, N heads, K query/key width, V value width, W = C + R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvrelay.core.errors import RingError
+from kvrelay.core.types import Counters
+from kvrelay.kernels.merge import merge_partials
+from kvrelay.kernels.mla_prefill import attend_block
+from kvrelay.kvcache.pool import LatentPool
+from kvrelay.model.transformer import Layer
+from kvrelay.prefill_node.group import Header, RingGroup
+from kvrelay.prefill_node.ring_plan import Pair
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Rows of a passing block that belong in this rank's pages. int64 on the pool's device."""
+
+    rows: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """One block of every rank, once round the ring. Lists are by the rank whose block it is."""
+
+    num_rows: Sequence[int]
+    pairs: Sequence[Sequence[Pair]]
+    kept: Sequence[Kept | None]  # None: nothing of that block is ours to store
+    own_slots: Tensor | None = None  # where this rank's block lies in its pool; None: it is the chunk's own rows
+
+
+class Ring:
+    """This rank's side of the rotation: two receive buffers, the neighbours, and the loop."""
+
+    def __init__(self, group: RingGroup | None, pool: LatentPool, counters: Counters) -> None:
+        """`group` is None for a ring of one, which exchanges nothing."""
+        self.rank, self.size = (group.rank, group.size) if group else (0, 1)
+        self._group = group
+        self._pool = pool
+        self._counters = counters
+        self._buffers: list[Tensor] = []
+
+    def attend(
+        self, layer: Layer, q_TNK: Tensor | None, own_TW: Tensor, laps: Sequence[Lap], *, header: Header, scale: float
+    ) -> tuple[Partial, bool]:
+        """Return attention of the own queries over everything they may see, and whether the ring was told to stop.
+
+        Args:
+            q_TNK: None when this rank has no row in the chunk; it takes part in the rotation all the same.
+            own_TW: this rank's rows of the chunk, in the pool's dtype.
+            header: sent along with the first lap; rank 0's flag reaches every rank in that lap, so on a stop all
+                ranks leave here, at the same layer, and the result is incomplete.
+        Raises:
+            RingError: another rank is at another step or layer.
+        """
+        merged = Partial(q_TNK)
+        stop = header.stop if self.rank == 0 else False
+        for lap in laps:
+            chunk_lap = lap.own_slots is None
+            block_BW = own_TW if lap.own_slots is None else self._pool.read(header.layer, lap.own_slots)
+            passing = header
+            for hop in range(self.size):
+                source = (self.rank - hop) % self.size
+                exchange = None
+                if self._group is not None and hop < self.size - 1:
+                    incoming_BW = self._buffer(hop % 2, lap, own_TW)[: lap.num_rows[(source - 1) % self.size]]
+                    exchange = self._group.post(block_BW, incoming_BW, passing if chunk_lap else None)
+                self._note_foreign_blocks(int(hop > 0) + int(exchange is not None))
+
+                self._attend_pairs(layer, block_BW, lap.pairs[source], merged, scale)
+                self._keep(header.layer, block_BW, lap.kept[source])
+
+                if exchange is not None:
+                    passing = _checked(exchange.wait(), header)
+                    block_BW = incoming_BW
+                    stop |= passing.stop and (source - 1) % self.size == 0
+            if stop:
+                break
+        return merged, stop
+
+    def _attend_pairs(
+        self, layer: Layer, block_BW: Tensor, pairs: Sequence[Pair], merged: Partial, scale: float
+    ) -> None:
+        if not pairs:
+            return
+        visible = max(pair.keys.end for pair in pairs)
+        k_BNK, v_BNV = layer.expand(block_BW[:visible])
+        for pair in pairs:
+            merged.add(pair, k_BNK, v_BNV, scale)
+            self._counters.add("attention_pairs", pair.num_scores)
+
+    def _keep(self, layer: int, block_BW: Tensor, kept: Kept | None) -> None:
+        if kept is not None:
+            self._pool.write(layer, kept.slots, block_BW.index_select(0, kept.rows))
+
+    def _buffer(self, which: int, lap: Lap, like: Tensor) -> Tensor:
+        """Return one of two receive buffers; a hop reads one (and sends it on) while it fills the other."""
+        needed = max(lap.num_rows)
+        if not self._buffers or self._buffers[0].shape[0] < needed:
+            self._buffers = [like.new_empty((needed, like.shape[1])) for _ in range(2)]
+        return self._buffers[which]
+
+    def _note_foreign_blocks(self, number: int) -> None:
+        if number > self._counters.values.get("foreign_blocks_max", 0.0):
+            self._counters.values["foreign_blocks_max"] = float(number)
+
+
+class Partial:
+    """Attention of T queries over the keys seen so far, kept in fp32."""
+
+    def __init__(self, q_TNK: Tensor | None) -> None:
+        self._q_TNK = q_TNK
+        self._out_TNV: Tensor | None = None
+        self._lse_TN: Tensor | None = None
+
+    @property
+    def out_TNV(self) -> Tensor:
+        assert self._out_TNV is not None, "a query always sees at least itself"
+        return self._out_TNV
+
+    def add(self, pair: Pair, k_BNK: Tensor, v_BNV: Tensor, scale: float) -> None:
+        """Attend one pair and merge it in."""
+        assert self._q_TNK is not None, "a rank without rows has no pairs"
+        if self._out_TNV is None or self._lse_TN is None:
+            shape = self._q_TNK.shape[:2]
+            self._out_TNV = torch.zeros((*shape, v_BNV.shape[2]), dtype=torch.float32, device=v_BNV.device)
+            self._lse_TN = torch.full(shape, -torch.inf, dtype=torch.float32, device=v_BNV.device)
+        rows = slice(pair.queries.start, pair.queries.end)
+        keys = slice(pair.keys.start, pair.keys.end)
+        out, lse = attend_block(self._q_TNK[rows], k_BNK[keys], v_BNV[keys], scale=scale, causal=pair.causal)
+        self._out_TNV[rows], self._lse_TN[rows] = merge_partials(self._out_TNV[rows], self._lse_TN[rows], out, lse)
+
+
+def _checked(passing: Header | None, expected: Header) -> Header:
+    if passing is None:
+        return expected
+    if (passing.step_id, passing.layer) != (expected.step_id, expected.layer):
+        raise RingError(f"a rank is at {passing} while this one is at {expected}")
+    return passing

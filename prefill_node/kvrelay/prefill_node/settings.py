@@ -1,0 +1,93 @@
+"""Settings of a prefill node, and this process's place in its ring."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from kvrelay.core.errors import SettingsError
+from kvrelay.core.settings import NodeSettings
+
+_CPU_CHUNK_TOKENS, _GPU_CHUNK_TOKENS = 1024, 16_384
+_PARENT_PID = "KVRELAY_RING_PARENT_PID"
+
+
+class PrefillSettings(NodeSettings):
+    """One prefill node: a ring of rank processes that computes prompts and relays their latents to decode nodes."""
+
+    model_config = SettingsConfigDict(env_prefix="KVRELAY_PREFILL_")
+
+    ring_size: int = Field(1, ge=1, le=64, description="rank processes that share each prompt, one device each")
+    chunk_tokens: int = Field(
+        0, ge=0, description="prompt tokens per step; 0 = 1024 on CPUs, 16384 on GPUs (there: multiples of 2R x 64)"
+    )
+    ring_block_tokens: int = Field(
+        4096, ge=1, description="most rows per rank of one rotating block of earlier tokens; bounds memory"
+    )
+    group_timeout_s: float = Field(
+        10.0, gt=2.5, description="a ring whose rank is silent this long leaves as a whole; ticks come every 2 s"
+    )
+    start_timeout_s: float = Field(600.0, gt=0, description="time for all ranks to load the model")
+    max_queued_requests: int = Field(256, ge=1, description="requests that wait or run; more are refused")
+    prefix_wait_s: float = Field(
+        60.0, ge=0, description="longest wait for a prefix that another request is computing here"
+    )
+
+    def chunk_tokens_on(self, device_type: str) -> int:
+        """Return tokens per chunk; on GPUs a multiple of 2R x 64, so that no page is split between ranks."""
+        if device_type == "cpu":
+            return self.chunk_tokens or _CPU_CHUNK_TOKENS
+        unit = 2 * self.ring_size * 64
+        return max((self.chunk_tokens or _GPU_CHUNK_TOKENS) // unit, 1) * unit
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Which rank this process is, and how it finds the others."""
+
+    rank: int
+    ring_size: int
+    spawns: bool  # this process starts the other ranks itself
+    local_rank: int = 0  # index of its device on this host
+    parent_pid: int | None = None  # of the rank 0 that started this process; None under torchrun
+
+
+def rank_place(settings: PrefillSettings, environ: Mapping[str, str] | None = None) -> RankPlace:
+    """Return this process's place: from torchrun's variables when they are set, else rank 0 of its own ring.
+
+    Raises:
+        SettingsError: torchrun started another number of processes than --ring-size says.
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return RankPlace(0, settings.ring_size, spawns=settings.ring_size > 1)
+    world_size = int(env["WORLD_SIZE"])
+    if world_size != settings.ring_size:
+        raise SettingsError(f"WORLD_SIZE is {world_size} but --ring-size is {settings.ring_size}; they must be equal")
+    parent = env.get(_PARENT_PID)
+    rank = int(env["RANK"])
+    return RankPlace(
+        rank,
+        world_size,
+        spawns=False,
+        local_rank=int(env.get("LOCAL_RANK", rank)),
+        parent_pid=None if parent is None else int(parent),
+    )
+
+
+def child_environment(*, rank: int, ring_size: int, store_port: int) -> dict[str, str]:
+    """Return the environment of a rank process that this one starts: torchrun's variables on this host."""
+    ours = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ring_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 already serves the store
+        _PARENT_PID: str(os.getpid()),
+    }
+    return os.environ | ours
