@@ -17,8 +17,8 @@ SHOWN_LINES = 12
 class Supervisor:
     """Runs commands until stopped.
 
-    While starting up a child's death is an error; after that it is restarted, within its budget. `failed` is set when
-    the cluster cannot go on.
+    While starting up a child's death is an error; after that it is restarted, within its budget. A node that ends with
+    status 0 was drained and stays out. `failed` is set when the cluster cannot go on.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -93,8 +93,11 @@ class Supervisor:
     async def _keep(self, child: Child) -> None:
         command, budget = child.command, RestartBudget()
         while True:
-            await child.wait()
+            status = await child.wait()
             if not self._restarts():
+                return
+            if status == 0:
+                self._left(command)
                 return
             self._say(self._last_words(child))
             delay_s = budget.delay_s(monotonic())
@@ -109,6 +112,11 @@ class Supervisor:
 
     def _restarts(self) -> bool:
         return self._started and not self._stopping
+
+    def _left(self, command: Command) -> None:
+        self._say(f"{command.name} was drained and has left")
+        if command.role == "router" and not self.failed.done():
+            self.failed.set_result("the router has left")
 
     def _give_up(self, command: Command) -> None:
         self._given_up.add(command.name)

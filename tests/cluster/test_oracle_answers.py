@@ -1,0 +1,63 @@
+"""Every token that a whole cluster streams is the one that the recorded reference computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from oracle_data import PROMPT_LENGTHS, Oracle, all_names, load
+
+from cluster.cluster import Cluster, Spec, running
+
+# Model, ring size, prompt tokens per step (None = the whole prompt at once).
+CHOSEN = [("v2_yarn", 1, 100), ("v3_noaux", 3, 100), ("v3_dynamic_ntk", 3, 100), ("v3_odd_dims", 1, None)]
+CASES = [
+    pytest.param(name, ring_size, chunk, id=f"{name}-ring{ring_size}-chunk{chunk}") for name, ring_size, chunk in CHOSEN
+] + [
+    pytest.param(name, ring_size, chunk, id=f"{name}-ring{ring_size}-chunk{chunk}", marks=pytest.mark.full)
+    for name in all_names()
+    for ring_size in (1, 3)
+    for chunk in (16, 100, None)
+    if (name, ring_size, chunk) not in CHOSEN
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[str, int, int | None]:
+    found: tuple[str, int, int | None] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def oracle(case: tuple[str, int, int | None]) -> Oracle:
+    return load(case[0])
+
+
+@pytest.fixture(scope="module")
+def cluster(case: tuple[str, int, int | None], oracle: Oracle) -> Iterator[Cluster]:
+    _, ring_size, chunk = case
+    with running(Spec(oracle.folder, ring_size=str(ring_size), chunk_tokens=chunk or 2048)) as started:
+        yield started
+
+
+@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+def test_tokens_and_probabilities_are_the_recorded_ones(cluster: Cluster, oracle: Oracle, length: int) -> None:
+    prompt, greedy = oracle.prompt(length), oracle.greedy(length)
+
+    answer = cluster.generate(prompt.tolist(), max_tokens=len(greedy), logprobs=0)
+
+    assert answer.token_ids == greedy.tolist()
+    assert [one.token_id for one in answer.logprobs] == answer.token_ids
+    for position, logits in zip(oracle.positions(length), oracle.logits(length), strict=True):
+        step = int(position) - (length - 1)  # the row at position p predicts token p + 1
+        if 0 <= step < len(greedy):
+            expected = logits[greedy[step]] - np.logaddexp.reduce(logits.astype(np.float64))
+            assert answer.logprobs[step].logprob == pytest.approx(expected, abs=1e-3), f"step {step}"
+
+
+def test_usage_counts_the_prompt_and_the_answer(cluster: Cluster, oracle: Oracle) -> None:
+    answer = cluster.generate(oracle.prompt(64).tolist(), max_tokens=5)
+
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (64, 5)
+    assert answer.accepted.prompt_tokens == 64
