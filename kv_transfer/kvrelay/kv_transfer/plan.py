@@ -1,0 +1,102 @@
+"""Token ranges to byte ranges: what one part copies from where to where, and what its checksum covers.
+
+Page k of a prompt holds tokens [k * page_tokens, (k + 1) * page_tokens) on both sides, so a piece of a page on one
+side is the same piece of a page on the other; only the page numbers differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvrelay.core.layout import PageLayout
+from kvrelay.core.shard import Span
+
+Pages = Mapping[int, int] | Sequence[int]  # prompt page -> page of a pool
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One contiguous piece of writing; offsets count from the base of each side's pool."""
+
+    src_offset_bytes: int
+    dst_offset_bytes: int
+    num_bytes: int
+
+
+def cut_part(
+    *,
+    layout: PageLayout,
+    layer: int,
+    tokens: Span,
+    src_pages: Pages,
+    src_pool_pages: int,
+    dst_pages: Pages,
+    dst_pool_pages: int,
+) -> tuple[Copy, ...]:
+    """Return the copies of one part in token order; neighbours are merged where both sides are contiguous.
+
+    Merging matters: a descriptor costs about 5 us to post, and one page of 73,728 bytes goes at a thirtieth of the
+    speed of a large piece (7-8.5 against 226-282 GB/s over NVLink).
+
+    Args:
+        src_pages, dst_pages: page of the pool for each prompt page that `tokens` touches.
+        src_pool_pages, dst_pool_pages: pages per layer slab of each pool.
+    """
+    copies: list[Copy] = []
+    for page, row, num_bytes in _pieces(layout, tokens):
+        src = layout.offset_bytes(layer=layer, page=src_pages[page], row=row, num_pages=src_pool_pages)
+        dst = layout.offset_bytes(layer=layer, page=dst_pages[page], row=row, num_pages=dst_pool_pages)
+        last = copies[-1] if copies else None
+        if (
+            last is not None
+            and last.src_offset_bytes + last.num_bytes == src
+            and last.dst_offset_bytes + last.num_bytes == dst
+        ):
+            copies[-1] = Copy(last.src_offset_bytes, last.dst_offset_bytes, last.num_bytes + num_bytes)
+        else:
+            copies.append(Copy(src, dst, num_bytes))
+    return tuple(copies)
+
+
+def part_ranges(
+    *, layout: PageLayout, layer: int, tokens: Span, pages: Pages, pool_pages: int
+) -> tuple[tuple[int, int], ...]:
+    """Return (offset_bytes, num_bytes) of a part's rows in one pool, in token order, neighbours merged."""
+    ranges: list[tuple[int, int]] = []
+    for page, row, num_bytes in _pieces(layout, tokens):
+        offset = layout.offset_bytes(layer=layer, page=pages[page], row=row, num_pages=pool_pages)
+        if ranges and sum(ranges[-1]) == offset:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + num_bytes)
+        else:
+            ranges.append((offset, num_bytes))
+    return tuple(ranges)
+
+
+def owned_ranges(chunk: Span, owner_of_page: Sequence[int], *, rank: int, page_tokens: int) -> tuple[Span, ...]:
+    """Return the longest spans of `chunk` whose pages `rank` holds, in position order.
+
+    Args:
+        owner_of_page: rank that holds each prompt page.
+    """
+    spans: list[Span] = []
+    for page in range(chunk.start // page_tokens, -(-chunk.end // page_tokens)):
+        if owner_of_page[page] != rank:
+            continue
+        inside = Span(page * page_tokens, (page + 1) * page_tokens).intersect(chunk)
+        assert inside is not None, "the loop visits only pages that the chunk touches"
+        if spans and spans[-1].end == inside.start:
+            spans[-1] = Span(spans[-1].start, inside.end)
+        else:
+            spans.append(inside)
+    return tuple(spans)
+
+
+def _pieces(layout: PageLayout, tokens: Span) -> Iterator[tuple[int, int, int]]:
+    """Yield (prompt page, first row, bytes) of the pieces of pages that `tokens` covers."""
+    position = tokens.start
+    while position < tokens.end:
+        page, row = divmod(position, layout.page_tokens)
+        rows = min(layout.page_tokens - row, tokens.end - position)
+        yield page, row, rows * layout.row_bytes
+        position += rows
