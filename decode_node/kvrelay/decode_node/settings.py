@@ -1,0 +1,20 @@
+"""Settings of a decode node."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from kvrelay.core.settings import NodeSettings
+
+
+class DecodeSettings(NodeSettings):
+    """One decode node: reserves pages for requests, takes their latents in, and generates their tokens."""
+
+    model_config = SettingsConfigDict(env_prefix="KVRELAY_DECODE_")
+
+    max_batch: int = Field(64, ge=1, le=4096, description="most sequences in one step; more take turns")
+    max_requests: int = Field(512, ge=1, description="most requests at once, reserved or running; more are refused")
+    stuck_after_s: float = Field(
+        10.0, gt=0, description="a node that has work and finishes no step for this long is not serving"
+    )
