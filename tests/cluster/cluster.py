@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import grpc
 import psutil
@@ -32,6 +32,14 @@ CALL_S = 5.0
 MESSAGE_BYTES = 256 << 20
 # Sessions in these states hold nothing.
 ENDED_SESSIONS = {"released", "free"}
+
+
+class GenerateCall(Protocol):
+    """A Generate call under way."""
+
+    def __iter__(self) -> Iterator[inference_pb2.GenerateEvent]: ...
+
+    def cancel(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +116,7 @@ class Cluster:
 
     # -- requests
 
-    def start(
-        self, prompt: Sequence[int] | str, *, timeout_s: float = 60.0, **sampling: Any
-    ) -> grpc.CallIterator[inference_pb2.GenerateEvent]:
+    def start(self, prompt: Sequence[int] | str, *, timeout_s: float = 60.0, **sampling: Any) -> GenerateCall:
         """Begin a request; keyword arguments are fields of Sampling."""
         return self.inference.Generate(a_request(prompt, **sampling), timeout=timeout_s)
 
@@ -123,7 +129,7 @@ class Cluster:
         began_s = time.monotonic()
         return finish(self.start(prompt, timeout_s=timeout_s, **sampling), began_s=began_s)
 
-    def finish_all(self, calls: Sequence[grpc.CallIterator[inference_pb2.GenerateEvent]]) -> list[Answer]:
+    def finish_all(self, calls: Sequence[GenerateCall]) -> list[Answer]:
         """Read calls that are under way at once to their ends."""
         began_s = time.monotonic()
         with ThreadPoolExecutor(len(calls)) as pool:
@@ -211,7 +217,7 @@ def a_request(prompt: Sequence[int] | str, **sampling: Any) -> inference_pb2.Gen
     return request
 
 
-def finish(call: grpc.CallIterator[inference_pb2.GenerateEvent], *, began_s: float) -> Answer:
+def finish(call: GenerateCall, *, began_s: float) -> Answer:
     """Read a call to its end."""
     answer = Answer()
     for event in call:
@@ -222,8 +228,8 @@ def finish(call: grpc.CallIterator[inference_pb2.GenerateEvent], *, began_s: flo
 
 def status_of(err: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
     """Return (code, text) of a failed call."""
-    assert isinstance(err, grpc.Call)
-    return err.code(), err.details() or ""
+    call = cast(grpc.Call, err)  # a failed call is both, which the stubs cannot say
+    return call.code(), call.details() or ""
 
 
 def wait_until(holds: Any, timeout_s: float, explain: Any = lambda: "") -> None:

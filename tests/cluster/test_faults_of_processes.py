@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-from oracle_data import load
 
 from cluster.cluster import Answer, Cluster, Spec, status_of, wait_until
+from oracle_data import load
 
 ORACLE = load("v3_noaux")
 SPEC = Spec(ORACLE.folder, ring_size="2", chunk_tokens=16, max_model_len=4096, pool_pages=600)
@@ -59,7 +59,7 @@ def serves_again(cluster: Cluster) -> None:
     wait_until(lambda: {"prefill-0", "decode-0"} <= set(cluster.stats()), 40, cluster.logs)
 
     def answered() -> bool:
-        return cluster.generate(PROMPT, max_tokens=24).token_ids == GREEDY
+        return bool(cluster.generate(PROMPT, max_tokens=24).token_ids == GREEDY)
 
     wait_until(answered, 30, cluster.logs)
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from oracle_data import PROMPT_LENGTHS, Oracle, all_names, load
 
 from cluster.cluster import Cluster, Spec, running
+from oracle_data import NAMES, PROMPT_LENGTHS, Oracle, load
 
 # Model, ring size, prompt tokens per step (None = the whole prompt at once).
 CHOSEN = [("v2_yarn", 1, 100), ("v3_noaux", 3, 100), ("v3_dynamic_ntk", 3, 100), ("v3_odd_dims", 1, None)]
@@ -16,7 +16,7 @@ CASES = [
     pytest.param(name, ring_size, chunk, id=f"{name}-ring{ring_size}-chunk{chunk}") for name, ring_size, chunk in CHOSEN
 ] + [
     pytest.param(name, ring_size, chunk, id=f"{name}-ring{ring_size}-chunk{chunk}", marks=pytest.mark.full)
-    for name in all_names()
+    for name in NAMES
     for ring_size in (1, 3)
     for chunk in (16, 100, None)
     if (name, ring_size, chunk) not in CHOSEN
