@@ -1,0 +1,220 @@
+"""The data plane over NIXL 1.5 and UCX.
+
+What this file relies on was measured with NIXL 1.5.1 over tcp, shm and cma on CPUs and over NVLink between two GPUs:
+- Only the notification bound to a WRITE follows its data, so there is no other one here.
+- A notification goes out when its poster next asks for the state of the write, so pollers must not be lazy.
+- Releasing a handle, removing a peer or deregistering memory stops no write in flight. The pool is registered once and
+  never deregistered: a target that unmaps memory a peer is writing to crashes.
+- A write of 8 bytes by the same agent, DONE, says that what it posted before can no longer land.
+- The progress thread burns a core per idle agent and is slower than polling each millisecond, so it is off.
+- A dead peer raises instead of returning an error state; a stopped peer stays in progress for over a minute.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvrelay.core.errors import TransferError
+from kvrelay.core.types import Counters
+from kvrelay.kv_transfer.plan import Copy
+from kvrelay.kv_transfer.transport import (
+    CELL_BYTES,
+    PENDING,
+    Address,
+    Cells,
+    Done,
+    Failed,
+    Handle,
+    Progress,
+    Region,
+    digest,
+)
+
+NAME = "nixl"
+
+
+@dataclass(slots=True)
+class _Write:
+    """A handle of ours: NIXL's, and the source cell of a fence."""
+
+    xfer: Any
+    peer: str
+    fence_cell: int | None
+    done: bool = False  # already when posted
+
+
+class NixlTransport:
+    """One NIXL agent over one pool and one region of fence cells."""
+
+    name = NAME
+
+    def __init__(self, *, agent_name: str, pool: Region, pool_pages: int, cells: Cells, counters: Counters) -> None:
+        """Create the agent and register both regions.
+
+        UCX reads its own variables (UCX_NET_DEVICES, UCX_TCP_PORT_RANGE, UCX_TLS) now; set them before.
+
+        Raises:
+            TransferError: NIXL cannot start or refuses the memory.
+        """
+        self._errors = _nixl_errors()
+        self._agent = _new_agent(agent_name, self._errors)
+        self._pool, self._cells, self._counters = pool, cells, counters
+        self._free_cells = list(range(cells.num_cells))  # sources of our own fences
+        self._peers: dict[str, Address] = {}
+        for region in (pool, cells.region):
+            kind = _kind(region)
+            try:
+                self._agent.register_memory([(region.address, region.num_bytes, _device(region), "")], kind)
+            except self._errors as err:
+                raise TransferError(f"NIXL cannot register {region.num_bytes} bytes of {kind}: {err!r}") from err
+        metadata: bytes = self._agent.get_agent_metadata()
+        self._address = Address(NAME, agent_name, metadata, digest(metadata), pool, pool_pages, cells.region)
+
+    def address(self) -> Address:
+        return self._address
+
+    def connect(self, address: Address) -> str:
+        address.check(transport=NAME)
+        known = self._peers.get(address.agent_name)
+        if known == address:
+            return address.agent_name
+        if known is not None:
+            self.disconnect(address.agent_name)  # NIXL refuses a name that it knows
+        try:
+            loaded: Any = self._agent.add_remote_agent(address.metadata)
+        except self._errors as err:
+            raise TransferError(f"NIXL refuses the metadata of {address.agent_name}: {err!r}") from err
+        name = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
+        if name != address.agent_name:
+            self._agent.remove_remote_agent(name)
+            raise TransferError(f"the metadata of {address.agent_name} belongs to {name}")
+        self._peers[name] = address
+        return name
+
+    def disconnect(self, peer: str) -> None:
+        if self._peers.pop(peer, None) is not None:
+            try:
+                self._agent.remove_remote_agent(peer)
+            except self._errors as err:
+                logging.getLogger(__name__).warning("NIXL cannot forget %s: %r", peer, err)
+
+    def post(self, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
+        there = self._peer(peer).pool
+        table = np.array([(c.src_offset_bytes, c.dst_offset_bytes, c.num_bytes) for c in copies], dtype=np.uint64)
+        local = _descriptors(self._pool, table[:, 0], table[:, 2])
+        remote = _descriptors(there, table[:, 1], table[:, 2])
+        return self._start(peer, (_kind(self._pool), local), (_kind(there), remote), notice, None)
+
+    def write_fence(self, peer: str, cell: int, value: int) -> Handle:
+        there = self._peer(peer).fence
+        if not self._free_cells:
+            raise TransferError(f"all {self._cells.num_cells} fence sources are in use")
+        source = self._free_cells.pop()
+        self._cells.store(source, value)
+        size = np.array([CELL_BYTES], dtype=np.uint64)
+        local = _descriptors(self._cells.region, np.array([source * CELL_BYTES], dtype=np.uint64), size)
+        remote = _descriptors(there, np.array([cell * CELL_BYTES], dtype=np.uint64), size)
+        try:
+            return self._start(peer, (_kind(self._cells.region), local), (_kind(there), remote), b"", source)
+        except TransferError:
+            self._free_cells.append(source)
+            raise
+
+    def poll(self, handle: Handle) -> Progress:
+        assert isinstance(handle, _Write)
+        try:
+            state = "DONE" if handle.done else self._agent.check_xfer_state(handle.xfer)
+            if state == "PROC":
+                return PENDING
+            if state != "DONE":
+                return Failed(f"a write to {handle.peer} ended in state {state}")
+            num_bytes = int(self._agent.get_xfer_telemetry(handle.xfer).totalBytes)
+        except self._errors as err:
+            return Failed(f"a write to {handle.peer} failed: {err!r}")
+        if handle.fence_cell is None:
+            self._counters.add("nixl_bytes_total", num_bytes)
+        return Done(num_bytes)
+
+    def notices(self) -> list[tuple[str, bytes]]:
+        return [(agent, notice) for agent, new in self._agent.get_new_notifs().items() for notice in new]
+
+    def release(self, handle: Handle) -> None:
+        assert isinstance(handle, _Write)
+        try:
+            handle.xfer.release()
+        except self._errors as err:
+            logging.getLogger(__name__).warning("NIXL cannot release a write to %s: %r", handle.peer, err)
+        if handle.fence_cell is not None:
+            self._free_cells.append(handle.fence_cell)
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.disconnect(peer)
+
+    def _peer(self, peer: str) -> Address:
+        if peer not in self._peers:
+            raise TransferError(f"agent {peer} is not connected")
+        return self._peers[peer]
+
+    def _start(
+        self, peer: str, local: tuple[str, Any], remote: tuple[str, Any], notice: bytes, fence_cell: int | None
+    ) -> _Write:
+        agent = self._agent
+        try:
+            # Descriptors are integers of our own protocol; NIXL's serialised form is pickle and must not be read.
+            here, there = agent.get_xfer_descs(local[1], local[0]), agent.get_xfer_descs(remote[1], remote[0])
+            write = _Write(agent.initialize_xfer("WRITE", here, there, peer, notice), peer, fence_cell)
+        except self._errors as err:
+            raise TransferError(f"NIXL cannot prepare a write to {peer}: {err!r}") from err
+        try:
+            write.done = agent.transfer(write.xfer) == "DONE"
+        except self._errors as err:
+            # It may have been posted in part, so it is a handle that fails, not a post that never was.
+            logging.getLogger(__name__).warning("posting to %s: %r", peer, err)
+        return write
+
+
+def _kind(region: Region) -> str:
+    return "DRAM" if region.device_id < 0 else "VRAM"
+
+
+def _device(region: Region) -> int:
+    return max(region.device_id, 0)
+
+
+def _descriptors(region: Region, offsets: Any, sizes: Any) -> Any:
+    """Return NIXL's N x 3 table of (address, bytes, device)."""
+    table = np.empty((len(offsets), 3), dtype=np.uint64)
+    table[:, 0] = np.uint64(region.address) + offsets
+    table[:, 1] = sizes
+    table[:, 2] = _device(region)
+    return table
+
+
+def _nixl_errors() -> tuple[type[Exception], ...]:
+    """Return every exception that NIXL defines; they have no common base."""
+    import nixl_cu13._bindings as bindings  # noqa: PLC0415 (a router has no NIXL)
+
+    named = (getattr(bindings, name) for name in dir(bindings) if name.endswith("Error"))
+    return tuple(kind for kind in named if isinstance(kind, type) and issubclass(kind, Exception))
+
+
+def _new_agent(name: str, errors: tuple[type[Exception], ...]) -> Any:
+    from nixl_cu13._api import nixl_agent, nixl_agent_config  # noqa: PLC0415
+
+    # NIXL logs to stdout, which belongs to our ready line.
+    nixl_log = logging.getLogger("nixl")
+    nixl_log.handlers.clear()
+    nixl_log.propagate = True
+    nixl_log.setLevel(logging.WARNING)
+    config = nixl_agent_config(enable_prog_thread=False, capture_telemetry=True, backends=["UCX"])
+    expected: tuple[type[Exception], ...] = (*errors, RuntimeError, KeyError)
+    try:
+        return nixl_agent(name, config)
+    except expected as err:
+        raise TransferError(f"NIXL cannot start agent {name}: {err!r}") from err

@@ -1,0 +1,215 @@
+"""One suite for every transport, between real processes: what the hand-off relies on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from transport_party import KINDS, Party, PartyError
+
+MIB = 1 << 20
+NewParty = Callable[[str], Party]
+
+
+@pytest.fixture(params=list(KINDS))
+def new_party(request: pytest.FixtureRequest) -> Iterator[NewParty]:
+    parties: list[Party] = []
+
+    def make(name: str) -> Party:
+        parties.append(Party(request.param, name))
+        return parties[-1]
+
+    yield make
+    for party in parties:
+        party.kill()
+
+
+@pytest.fixture
+def pair(new_party: NewParty) -> tuple[Party, Party]:
+    writer, reader = new_party("writer"), new_party("reader")
+    writer.connect(**reader.address())
+    return writer, reader
+
+
+def wait_for(question: Callable[[], Any], *, within_s: float = 20.0) -> Any:
+    """Return the first true answer."""
+    until_s = time.monotonic() + within_s
+    while time.monotonic() < until_s:
+        answer = question()
+        if answer:
+            return answer
+        time.sleep(0.002)
+    raise AssertionError("it did not happen in time")
+
+
+def ended(party: Party, handle: int) -> Any:
+    progress = party.progress(handle)
+    return progress if progress[0] != "Pending" else None
+
+
+def test_when_the_notice_is_in_all_bytes_are(pair: tuple[Party, Party]) -> None:
+    writer, reader = pair
+    want = writer.fill(0, 64 * MIB, seed=1)
+
+    handle = writer.post("reader", [(0, 32 * MIB, 64 * MIB)], f"{32 * MIB}:{64 * MIB}")
+    wait_for(lambda: ended(writer, handle))
+
+    assert wait_for(lambda: reader.landed(f"{32 * MIB}:{64 * MIB}")) == want
+
+
+def test_scattered_pieces_land_in_their_places(pair: tuple[Party, Party]) -> None:
+    writer, reader = pair
+    digests = [writer.fill(i * 100_000, 73_728, seed=i) for i in range(100)]
+    order = [(i * 37) % 100 for i in range(100)]
+
+    handle = writer.post("reader", [(i * 100_000, order[i] * 80_000, 73_728) for i in range(100)], "all")
+    wait_for(lambda: ended(writer, handle))
+    wait_for(reader.notices)
+
+    assert [reader.digest(order[i] * 80_000, 73_728) for i in range(100)] == digests
+
+
+def test_each_write_announces_itself_once(pair: tuple[Party, Party]) -> None:
+    writer, reader = pair
+
+    handles = [writer.post("reader", [(0, i * 1000, 999)], f"part {i}") for i in range(200)]
+    for handle in handles:
+        wait_for(lambda handle=handle: ended(writer, handle))
+        writer.release(handle)
+    wait_for(lambda: len(reader.notices()) >= 200)
+
+    assert sorted(reader.notices()) == sorted(["writer", f"part {i}"] for i in range(200))
+
+
+def test_the_bytes_counted_are_the_bytes_posted(pair: tuple[Party, Party]) -> None:
+    writer, _ = pair
+    sizes = (1, 4096, 73_728, 5 * MIB)
+
+    counted = []
+    for size in sizes:
+        handle = writer.post("reader", [(0, 0, size), (size, 2 * size, size)], "x")
+        counted.append(wait_for(lambda handle=handle: ended(writer, handle)))
+
+    assert counted == [["Done", 2 * size] for size in sizes]
+    [total] = [value for name, value in writer.counted().items() if name.endswith("_bytes_total")]
+    assert total == 2 * sum(sizes)
+
+
+def test_a_fence_that_is_done_comes_after_everything_posted_before(pair: tuple[Party, Party]) -> None:
+    writer, reader = pair
+    want = writer.fill(0, 64 * MIB, seed=2)
+
+    data = [writer.post("reader", [(i * 8 * MIB, i * 8 * MIB, 8 * MIB)], f"part {i}") for i in range(8)]
+    fence = writer.fence("reader", 77, 4242)
+    wait_for(lambda: ended(writer, fence))
+
+    assert reader.cell(77) == 4242
+    assert reader.digest(0, 64 * MIB) == want
+    assert all(wait_for(lambda handle=handle: ended(writer, handle))[0] == "Done" for handle in data)
+
+
+def test_a_fence_announces_nothing(pair: tuple[Party, Party]) -> None:
+    writer, reader = pair
+
+    wait_for(lambda fence=writer.fence("reader", 1, 5): ended(writer, fence))
+
+    assert reader.cell(1) == 5
+    assert reader.notices() == []
+
+
+def test_damaged_metadata_is_refused(new_party: NewParty) -> None:
+    writer, reader = new_party("writer"), new_party("reader")
+    address = reader.address()
+    metadata = bytearray.fromhex(address["metadata"])
+    metadata[len(metadata) // 2] ^= 1
+
+    with pytest.raises(PartyError, match=r"InvalidRequestError: the metadata of agent reader .* digest"):
+        writer.connect(**{**address, "metadata": metadata.hex()})
+
+
+def test_an_address_of_another_transport_is_refused(new_party: NewParty) -> None:
+    writer, reader = new_party("writer"), new_party("reader")
+
+    with pytest.raises(PartyError, match="InvalidRequestError: agent reader speaks 'pigeon'"):
+        writer.connect(**{**reader.address(), "transport": "pigeon"})
+
+
+def test_nothing_is_posted_to_a_stranger(new_party: NewParty) -> None:
+    writer = new_party("writer")
+
+    with pytest.raises(PartyError, match="TransferError: agent reader is not connected"):
+        writer.post("reader", [(0, 0, 1)], "x")
+
+
+def test_a_known_peer_can_be_connected_again_and_after_it_was_forgotten(pair: tuple[Party, Party]) -> None:
+    writer, reader = pair
+
+    writer.connect(**reader.address())
+    first = writer.post("reader", [(0, 0, 10)], "first")
+    wait_for(lambda: ended(writer, first))
+    writer.release(first)
+    writer.disconnect("reader")
+    writer.connect(**reader.address())
+    second = writer.post("reader", [(0, 0, 10)], "second")
+
+    assert wait_for(lambda: ended(writer, second)) == ["Done", 10]
+
+
+def test_a_dead_peer_fails_its_own_writes_only(pair: tuple[Party, Party], new_party: NewParty) -> None:
+    writer, reader = pair
+    other = new_party("other")
+    writer.connect(**other.address())
+    wait_for(lambda handle=writer.post("reader", [(0, 0, 10)], "x"): ended(writer, handle))
+
+    reader.kill()
+    lost = writer.post("reader", [(0, 0, 64 * MIB)], "lost")
+    kept = writer.post("other", [(0, 0, 8 * MIB)], "kept")
+
+    assert wait_for(lambda: ended(writer, lost), within_s=60)[0] == "Failed"
+    assert wait_for(lambda: ended(writer, kept)) == ["Done", 8 * MIB]
+    assert wait_for(other.notices) == [["writer", "kept"]]
+
+
+def test_a_restarted_peer_is_reached_under_its_new_name(pair: tuple[Party, Party], new_party: NewParty) -> None:
+    writer, reader = pair
+    reader.kill()
+
+    again = new_party("reader")  # the same name, new metadata
+    writer.connect(**again.address())
+    handle = writer.post("reader", [(0, 0, MIB)], "hello")
+
+    assert wait_for(lambda: ended(writer, handle)) == ["Done", MIB]
+    assert wait_for(again.notices) == [["writer", "hello"]]
+
+
+def test_a_stopped_writer_lands_everything_when_it_goes_on(pair: tuple[Party, Party]) -> None:
+    writer, reader = pair
+    want = writer.fill(0, 64 * MIB, seed=3)
+    handle = writer.post("reader", [(0, 0, 64 * MIB)], f"0:{64 * MIB}")
+    os.kill(writer.process.pid, signal.SIGSTOP)
+    time.sleep(0.5)
+    os.kill(writer.process.pid, signal.SIGCONT)
+
+    assert wait_for(lambda: ended(writer, handle)) == ["Done", 64 * MIB]
+    assert wait_for(lambda: reader.landed(f"0:{64 * MIB}")) == want
+
+
+def test_a_second_after_its_death_nothing_of_a_writer_lands_any_more(pair: tuple[Party, Party]) -> None:
+    writer, reader = pair
+    writer.fill(0, 64 * MIB, seed=4)
+    reader.set_polls(False)
+    for i in range(2):
+        writer.post("reader", [(0, i * 64 * MIB, 64 * MIB)], "x")
+    writer.kill()
+
+    reader.set_polls(True)
+    time.sleep(1.0)
+    then = reader.digest(0, 128 * MIB)
+    time.sleep(0.5)
+
+    assert reader.digest(0, 128 * MIB) == then
