@@ -1,0 +1,40 @@
+"""One decode step: one new token for every sequence of the batch, in one forward pass.
+
+Shapes in this file: B sequences, D hidden, N heads, C latent, W = C + R, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvrelay.kernels.mla_decode import DecodePlan, mla_decode
+from kvrelay.kvcache.pool import LatentPool
+from kvrelay.model.transformer import Model
+
+
+@torch.inference_mode()
+def decode_forward(
+    model: Model, pool: LatentPool, ids_B: Tensor, positions_B: Tensor, plan: DecodePlan, ntk_tokens: Tensor | int
+) -> Tensor:
+    """Write the new tokens' rows into the pool and return the logits of what follows them.
+
+    Args:
+        ids_B: int64, the last token of each sequence; its row is not in the pool yet.
+        positions_B: int64, its position; the plan's length is one more.
+        plan: of this step; says where the rows go.
+        ntk_tokens: current length, per sequence or one for all; only dynamic NTK reads it.
+
+    Returns:
+        logits_BV, fp32, on the model's device.
+    """
+    rope = model.rope(positions_B, ntk_tokens)
+    hidden_BD = model.embed(ids_B)
+    scale, latent_width = model.softmax_scale, model.config.kv_lora_rank
+    for number, layer in enumerate(model.layers):
+        projected = layer.project(hidden_BD, rope)
+        pool.write(number, plan.slots_B, projected.rows_TW)
+        q_BNW = layer.absorb(projected.q_TNK)
+        out_BNC = mla_decode(q_BNW, pool.layer(number), plan, scale=scale, latent_width=latent_width)
+        hidden_BD = layer.finish(hidden_BD, layer.unabsorb(out_BNC))
+    return model.logits(hidden_BD)

@@ -1,0 +1,97 @@
+"""Multi-head latent attention: the projections around the attention kernels.
+
+Shapes in this file: T tokens whose queries are computed, S tokens whose latents are read, D hidden, N heads,
+P nope (unrotated) width per head, R rope width, K = P + R, V value width, C latent, W = C + R (a row of the pool),
+Q width of the query projection's first step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvrelay.kernels.rope import RopeTables, apply_rope
+from kvrelay.model.config import ModelConfig
+
+LATENT_NORM_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps says
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionWeights:
+    """Weights of one layer; rope rows are half-split."""
+
+    # One product gives the query (or its low-rank first step) and the latent and the rope key: [Q + W, D].
+    in_proj: Tensor
+    in_bias: Tensor | None
+    q_norm: Tensor | None  # [Q]; None when queries come from one projection
+    q_up: Tensor | None  # [N * K, Q]; likewise
+    kv_norm_C: Tensor
+    kv_up: Tensor  # [N * (P + V), C]: per head, key rows then value rows
+    key_up_NPC: Tensor  # the same numbers, split; views of one copy
+    value_up_NCV: Tensor
+    out_proj: Tensor  # [D, N * V]
+    out_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """What a token's hidden state becomes before attention."""
+
+    q_TNK: Tensor  # nope part, then rotated rope part
+    rows_TW: Tensor  # normalised latent, then rotated rope key: what is cached and relayed
+
+
+class Attention:
+    """One layer's attention, but for the softmax itself."""
+
+    def __init__(self, config: ModelConfig, weights: AttentionWeights) -> None:
+        self._weights = weights
+        self._num_heads = config.num_heads
+        self._nope_width = config.nope_width
+        self._rope_width = config.rope_width
+        self._value_width = config.value_width
+        self._latent_width = config.kv_lora_rank
+
+    def project(self, normed_TD: Tensor, rope: RopeTables) -> Projected:
+        """Return queries and cache rows of tokens whose hidden states are already normalised."""
+        weights = self._weights
+        row_width = self._latent_width + self._rope_width
+        mixed = F.linear(normed_TD, weights.in_proj, weights.in_bias)
+        q, latent_TC, key_TR = mixed.split_with_sizes(
+            [mixed.shape[-1] - row_width, self._latent_width, self._rope_width], dim=-1
+        )
+        if weights.q_up is not None and weights.q_norm is not None:
+            q = F.linear(F.rms_norm(q, q.shape[-1:], weights.q_norm, LATENT_NORM_EPS), weights.q_up)
+        q_TNK = q.view(-1, self._num_heads, self._nope_width + self._rope_width)
+        latent_TC = F.rms_norm(latent_TC, latent_TC.shape[-1:], weights.kv_norm_C, LATENT_NORM_EPS)
+        turned_TNR = apply_rope(q_TNK[..., self._nope_width :], rope)
+        return Projected(
+            q_TNK=torch.cat((q_TNK[..., : self._nope_width], turned_TNR), -1),
+            rows_TW=torch.cat((latent_TC, apply_rope(key_TR, rope)), -1),
+        )
+
+    def expand(self, rows_SW: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys k_SNK and values v_SNV that cached rows stand for."""
+        latent_SC, rope_SR = rows_SW.split_with_sizes([self._latent_width, self._rope_width], dim=-1)
+        up = F.linear(latent_SC, self._weights.kv_up).view(-1, self._num_heads, self._nope_width + self._value_width)
+        nope_SNP, v_SNV = up.split_with_sizes([self._nope_width, self._value_width], dim=-1)
+        k_SNK = torch.cat((nope_SNP, rope_SR[:, None].expand(-1, self._num_heads, -1)), -1)
+        return k_SNK, v_SNV
+
+    def absorb(self, q_TNK: Tensor) -> Tensor:
+        """Return q_TNW whose product with a cached row equals that of q_TNK with the row's expanded key."""
+        latent_NTC = torch.bmm(q_TNK[..., : self._nope_width].transpose(0, 1), self._weights.key_up_NPC)
+        return torch.cat((latent_NTC.transpose(0, 1), q_TNK[..., self._nope_width :]), -1)
+
+    def unabsorb(self, out_TNC: Tensor) -> Tensor:
+        """Return the values out_TNV of attention outputs that are still in latent space."""
+        value_up_NCV = self._weights.value_up_NCV
+        return torch.bmm(out_TNC.to(value_up_NCV.dtype).transpose(0, 1), value_up_NCV).transpose(0, 1)
+
+    def output(self, attn_TNV: Tensor) -> Tensor:
+        """Return the layer's attention output [T, D]."""
+        weights = self._weights
+        return F.linear(attn_TNV.to(weights.out_proj.dtype).flatten(1), weights.out_proj, weights.out_bias)

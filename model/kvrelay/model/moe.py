@@ -1,0 +1,119 @@
+"""Feed-forward layers: one gated MLP, or experts chosen per token.
+
+Shapes in this file: T tokens, D hidden, E experts, G groups of experts, I expert width, K experts per token,
+A = T * K (token, expert) pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvrelay.model.config import MoeConfig, Routing
+
+
+class FeedForward(Protocol):
+    def __call__(self, x_TD: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(silu(gate(x)) * up(x)); gate and up are one product."""
+
+    gate_up: Tensor  # [2 I, D]
+    down: Tensor  # [D, I]
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return F.linear(_gated(F.linear(x_TD, self.gate_up)), self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Chooses experts, always in fp32."""
+
+    config: MoeConfig
+    weight_ED: Tensor  # fp32
+    bias_E: Tensor | None  # fp32, added for the choice only
+
+    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (weights_TK fp32, experts_TK int64)."""
+        config = self.config
+        logits_TE = F.linear(x_TD.float(), self.weight_ED)
+        if config.routing is Routing.SIGMOID_NOAUX:
+            assert self.bias_E is not None, "noaux_tc has a bias"
+            scores_TE = logits_TE.sigmoid()
+            choice_TE = self._eligible(scores_TE + self.bias_E, best_of_group=2, masked=-torch.inf)
+        else:
+            scores_TE = choice_TE = logits_TE.softmax(-1)
+            if config.routing is Routing.SOFTMAX_GROUP_LIMITED:
+                choice_TE = self._eligible(scores_TE, best_of_group=1, masked=0.0)
+        experts_TK = choice_TE.topk(config.experts_per_token, sorted=False).indices
+        weights_TK = scores_TE.gather(1, experts_TK)
+        if config.normalise_weights:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        return weights_TK * config.weight_scale, experts_TK
+
+    def _eligible(self, scores_TE: Tensor, *, best_of_group: int, masked: float) -> Tensor:
+        """Mask the experts outside each token's best groups; a group counts by its `best_of_group` best experts."""
+        config = self.config
+        if config.groups_per_token == config.num_groups:
+            return scores_TE
+        grouped = scores_TE.view(-1, config.num_groups, config.num_experts // config.num_groups)
+        group_scores_TG = grouped.topk(min(best_of_group, grouped.shape[-1])).values.sum(-1)
+        best_groups = group_scores_TG.topk(config.groups_per_token, sorted=False).indices
+        hidden_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter_(1, best_groups, False)
+        return grouped.masked_fill(hidden_TG[..., None], masked).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Moe:
+    """Routed experts, plus shared ones that see every token, unweighted."""
+
+    router: Router
+    gate_up: Tensor  # [E, 2 I, D]
+    down: Tensor  # [E, D, I]
+    shared: GatedMlp | None
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        weights_TK, experts_TK = self.router(x_TD)
+        routed_TD = self._routed(x_TD, weights_TK, experts_TK)
+        return routed_TD if self.shared is None else routed_TD + self.shared(x_TD)
+
+    def _routed(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """Sort the pairs by expert, so that each expert that is hit works on one contiguous slice."""
+        num_tokens, per_token = experts_TK.shape
+        experts_A = experts_TK.flatten()
+        order_A = experts_A.argsort()
+        counts = experts_A.bincount(minlength=self.gate_up.shape[0]).tolist()
+        x_AD = x_TD.index_select(0, order_A // per_token)
+        wide = x_AD.new_empty(len(x_AD), self.gate_up.shape[1])
+        slices = _slices(counts)
+        for expert, start, end in slices:
+            torch.mm(x_AD[start:end], self.gate_up[expert].T, out=wide[start:end])
+        narrow = _gated(wide)
+        out_AD = x_AD  # its numbers are no longer needed
+        for expert, start, end in slices:
+            torch.mm(narrow[start:end], self.down[expert].T, out=out_AD[start:end])
+        back_A = torch.empty_like(order_A).scatter_(0, order_A, torch.arange(len(order_A), device=order_A.device))
+        out_TKD = out_AD.index_select(0, back_A).view(num_tokens, per_token, -1)
+        return torch.bmm(weights_TK[:, None], out_TKD.float())[:, 0].to(x_TD.dtype)
+
+
+def _gated(wide: Tensor) -> Tensor:
+    gate, up = wide.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _slices(counts: list[int]) -> list[tuple[int, int, int]]:
+    """Return (expert, start, end) of the experts with at least one pair."""
+    slices = []
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            slices.append((expert, start, start + count))
+            start += count
+    return slices

@@ -1,0 +1,55 @@
+"""One prefill chunk on one device: rows of the chunk go into the pool, earlier rows are read from it.
+
+Shapes in this file: T tokens of the chunk, S tokens before it, D hidden, N heads, K query/key width, V value width,
+W = C + R.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvrelay.kernels.merge import merge_partials
+from kvrelay.kernels.mla_prefill import attend_block
+from kvrelay.kvcache.pool import LatentPool
+from kvrelay.model.transformer import Layer, Model
+
+# Earlier rows are expanded this many at a time, so memory does not grow with the prompt.
+PREFIX_BLOCK_TOKENS = 4096
+
+
+@torch.inference_mode()
+def prefill_forward(
+    model: Model, pool: LatentPool, ids_T: Tensor, *, slots: Tensor, start: int, ntk_tokens: int
+) -> Tensor:
+    """Compute one chunk.
+
+    Args:
+        ids_T: int64, tokens [start, start + T) of a prompt, on the model's device.
+        slots: int64, pool slots of positions 0 .. start + T; rows before `start` are already written.
+        ntk_tokens: length of the whole prompt, whatever the chunk; only dynamic NTK reads it.
+
+    Returns:
+        hidden_TD after the last layer; `Model.logits` takes it.
+    """
+    end = start + ids_T.shape[0]
+    rope = model.rope(torch.arange(start, end, device=ids_T.device), ntk_tokens)
+    hidden_TD = model.embed(ids_T)
+    for number, layer in enumerate(model.layers):
+        projected = layer.project(hidden_TD, rope)
+        pool.write(number, slots[start:end], projected.rows_TW)
+        k_TNK, v_TNV = layer.expand(projected.rows_TW)
+        attended = attend_block(projected.q_TNK, k_TNK, v_TNV, scale=model.softmax_scale, causal=True)
+        for first in range(0, start, PREFIX_BLOCK_TOKENS):
+            rows_SW = pool.read(number, slots[first : min(first + PREFIX_BLOCK_TOKENS, start)])
+            attended = _also_attend(layer, projected.q_TNK, rows_SW, attended, model.softmax_scale)
+        hidden_TD = layer.finish(hidden_TD, attended[0])
+    return hidden_TD
+
+
+def _also_attend(
+    layer: Layer, q_TNK: Tensor, rows_SW: Tensor, attended: tuple[Tensor, Tensor], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Merge attention over earlier rows, all visible, into what was attended."""
+    k_SNK, v_SNV = layer.expand(rows_SW)
+    return merge_partials(*attended, *attend_block(q_TNK, k_SNK, v_SNV, scale=scale, causal=False))

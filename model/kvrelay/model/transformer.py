@@ -1,0 +1,112 @@
+"""The model: embedding, layers, logits. It computes; pools, batches and requests are others' business.
+
+Shapes in this file: T tokens whose queries are computed, S tokens whose latents are read, D hidden, N heads,
+K query/key width, V value width, C latent, W = C + R (a row of the pool), and in `logits` V is the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvrelay.core.layout import PageLayout
+from kvrelay.kernels.rope import Rope, RopeTables
+from kvrelay.model.config import ModelConfig
+from kvrelay.model.mla import Attention, Projected
+from kvrelay.model.moe import FeedForward
+
+# A feed-forward layer widens its input many times over; longer inputs are taken in pieces.
+FEED_FORWARD_BLOCK_TOKENS = 4096
+
+
+class Layer:
+    """One transformer layer, cut where the attention kernel and the pool come in."""
+
+    def __init__(
+        self, attention: Attention, feed_forward: FeedForward, *, input_norm_D: Tensor, post_norm_D: Tensor, eps: float
+    ) -> None:
+        self._attention = attention
+        self._feed_forward = feed_forward
+        self._input_norm_D = input_norm_D
+        self._post_norm_D = post_norm_D
+        self._eps = eps
+
+    def project(self, hidden_TD: Tensor, rope: RopeTables) -> Projected:
+        """Return q_TNK (rope part rotated) and rows_TW (what is cached); rows are final."""
+        return self._attention.project(F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self._input_norm_D, self._eps), rope)
+
+    def expand(self, rows_SW: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (k_SNK, v_SNV) of cached rows."""
+        return self._attention.expand(rows_SW)
+
+    def absorb(self, q_TNK: Tensor) -> Tensor:
+        """Return q_TNW, which is multiplied with cached rows directly."""
+        return self._attention.absorb(q_TNK)
+
+    def unabsorb(self, out_TNC: Tensor) -> Tensor:
+        """Return out_TNV of an attention output over latents."""
+        return self._attention.unabsorb(out_TNC)
+
+    def finish(self, hidden_TD: Tensor, attn_TNV: Tensor) -> Tensor:
+        """Return the layer's output from its input and its attention: output projection, feed-forward, residuals."""
+        hidden_TD = hidden_TD + self._attention.output(attn_TNV)
+        if hidden_TD.shape[0] <= FEED_FORWARD_BLOCK_TOKENS:
+            return hidden_TD + self._feed(hidden_TD)
+        for block_TD in torch.split(hidden_TD, FEED_FORWARD_BLOCK_TOKENS):
+            block_TD.add_(self._feed(block_TD))
+        return hidden_TD
+
+    def _feed(self, hidden_TD: Tensor) -> Tensor:
+        return self._feed_forward(F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self._post_norm_D, self._eps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A loaded checkpoint; immutable, so any thread may compute with it."""
+
+    config: ModelConfig
+    model_id: str
+    dtype: torch.dtype
+    device: torch.device
+    layers: tuple[Layer, ...]
+    embedding_VD: Tensor
+    final_norm_D: Tensor
+    head_VD: Tensor  # the embedding itself when they are tied
+    rotary: Rope
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on the scores; includes YaRN's."""
+        return self.config.softmax_scale
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """Return hidden_TD of int64 token ids on the model's device."""
+        return F.embedding(ids_T, self.embedding_VD)
+
+    def rope(self, positions_T: Tensor, ntk_tokens_T: Tensor | int) -> RopeTables:
+        """Return the rope tables of tokens, used by all layers of a step; see `Rope.tables`."""
+        return self.rotary.tables(positions_T, ntk_tokens_T)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Return logits_TV, fp32, of the last layer's output."""
+        normed_TD = F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self.final_norm_D, self.config.rms_norm_eps)
+        return F.linear(normed_TD, self.head_VD).float()
+
+    def layout(self, *, block_tokens: int, page_tokens: int = 64) -> PageLayout:
+        """Return the byte map of this model's pages."""
+        return PageLayout(
+            num_layers=self.config.num_layers,
+            latent_width=self.config.kv_lora_rank,
+            rope_width=self.config.rope_width,
+            dtype=self.dtype_name,
+            model_id=self.model_id,
+            page_tokens=page_tokens,
+            block_tokens=block_tokens,
+        )
