@@ -1,15 +1,9 @@
-"""Recorded reference answers: tiny checkpoints with what Hugging Face transformers computed for them.
-
-They lie beside the repository, not in it. Where they are missing, tests that need them are skipped with a reason.
-"""
+"""The oracle checkpoints: small random models with outputs recorded from an independent implementation."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +12,6 @@ import pytest
 from repo import ROOT
 
 FOLDER = ROOT.parent / "shared" / "oracles"
-PROMPT_LENGTHS = (1, 7, 64, 333, 1500)
 NAMES = (
     "v2_group_limited",
     "v2_lite_greedy",
@@ -31,49 +24,43 @@ NAMES = (
     "v3_sharded",
     "v3_yarn",
 )
+LENGTHS = (1, 7, 64, 333, 1500)
+# Longest prompt plus recorded tokens; the dynamic-NTK model's own window is shorter.
+MAX_MODEL_LEN = 2048
 
 
-@dataclass(frozen=True)
-class Oracle:
-    """One checkpoint and its recorded outputs, all computed in float32."""
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What was recorded for one prompt of one oracle."""
 
-    name: str
-    folder: Path
-
-    @cached_property
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        with np.load(self.folder / "oracle.npz") as found:
-            return dict(found)
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
-        return found
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.config["vocab_size"])
-
-    def prompt(self, length: int) -> npt.NDArray[np.int32]:
-        return self.arrays[f"prompt_{length}"]
-
-    def greedy(self, length: int) -> npt.NDArray[np.int32]:
-        """Return the 24 greedy tokens after the prompt, each step with the cache of the ones before."""
-        return self.arrays[f"greedy_{length}"]
-
-    def positions(self, length: int) -> npt.NDArray[np.int32]:
-        """Return the positions in prompt + greedy whose logits were recorded."""
-        return self.arrays[f"pos_{length}"]
-
-    def logits(self, length: int) -> npt.NDArray[np.float32]:
-        """Return the logits [positions, vocabulary]; the row at position p predicts token p + 1."""
-        return self.arrays[f"logits_{length}"]
+    prompt: list[int]
+    greedy: list[int]  # 24 tokens
+    positions: list[int]  # absolute, in prompt + greedy
+    logits: npt.NDArray[np.float32]  # [positions, vocabulary]; the row at p predicts token p + 1
 
 
-@lru_cache
-def load(name: str) -> Oracle:
-    """Return one oracle; skips the calling test (or module) when it is not on this machine."""
+def oracle_folder(name: str) -> Path:
+    """Return the checkpoint's folder; skips the test when the oracles are not there."""
     folder = FOLDER / name
-    if not (folder / "oracle.npz").exists():
-        pytest.skip(f"recorded reference {name} is not on this machine", allow_module_level=True)
-    return Oracle(name, folder)
+    if not folder.is_dir():
+        pytest.skip(f"no oracle checkpoints beside the repository ({FOLDER.parent.name}/{FOLDER.name}/{name})")
+    return folder
+
+
+def recording(name: str, length: int) -> Recording:
+    with np.load(oracle_folder(name) / "oracle.npz") as arrays:
+        return Recording(
+            prompt=arrays[f"prompt_{length}"].tolist(),
+            greedy=arrays[f"greedy_{length}"].tolist(),
+            positions=arrays[f"pos_{length}"].tolist(),
+            logits=arrays[f"logits_{length}"],
+        )
+
+
+def recorded_cache(name: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Return (latent [layers, 64, C], rope key [layers, 64, R], half-split) of the 64-token prompt."""
+    with np.load(oracle_folder(name) / "oracle.npz") as arrays:
+        latent, rope = arrays["kv_latent"], arrays["k_rope"]
+    if name.startswith("v2_"):  # this family keeps rotated pairs interleaved
+        rope = np.concatenate((rope[..., 0::2], rope[..., 1::2]), axis=-1)
+    return latent, rope
