@@ -7,6 +7,7 @@ CLOSING; blocks that every layer of every rank has computed stay behind in the p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from kvrelay.core.errors import CapacityError, StaleMessageError
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Sampling
-from kvrelay.prefill_node.pages import RequestPages, RingPages
+from kvrelay.prefill_node.pages import PageAccount, RequestPages, RingPages
 from kvrelay.prefill_node.scheduler import ChunkScheduler, NextChunk
 from kvrelay.proto.convert import pack_ids, span_to_pb
 from kvrelay.proto.v1 import common_pb2, handoff_pb2, ring_pb2
@@ -210,6 +211,26 @@ class RingControl:
         """Return the prompt tokens that wait or are in work."""
         waiting = (r.job.prompt_tokens for r in self._records.values() if r.phase is Phase.QUEUED)
         return sum(waiting) + self._scheduler.tokens_left()
+
+    @property
+    def free_pages(self) -> int:
+        return self._pages.free_pages
+
+    def account(self) -> PageAccount:
+        return self._pages.account()
+
+    def cached_hashes(self) -> list[bytes]:
+        """Return the names of all cached blocks, to publish them again."""
+        return self._pages.cached_hashes()
+
+    def cached_tokens(self, key: str) -> int:
+        """Return how many tokens of an open job came from the cache."""
+        pages = self._records[key].pages
+        return 0 if pages is None else pages.cached_tokens
+
+    def phases(self) -> Counter[Phase]:
+        """Return how many jobs are in each phase."""
+        return Counter(record.phase for record in self._records.values())
 
     def phase_of(self, key: str) -> Phase | None:
         record = self._records.get(key)

@@ -61,6 +61,10 @@ class RingPages:
     def ring_size(self) -> int:
         return len(self._allocators)
 
+    @property
+    def free_pages(self) -> int:
+        return sum(allocator.free_pages for allocator in self._allocators)
+
     # What the prefix cache needs of the allocators.
     def retain(self, pages: Iterable[RankPage], /) -> None:
         for rank, numbers in _by_rank(pages).items():
@@ -127,7 +131,7 @@ class RingPages:
 
     def account(self) -> PageAccount:
         total = sum(allocator.num_pages for allocator in self._allocators)
-        free = sum(allocator.free_pages for allocator in self._allocators)
+        free = self.free_pages
         quarantined = sum(allocator.quarantined_pages for allocator in self._allocators)
         cached = self._cache.evictable_pages
         return PageAccount(total, free, cached, total - free - cached - quarantined, quarantined)
@@ -153,8 +157,7 @@ class RingPages:
         evicted: list[bytes] = []
         if self._has_room(wanted):
             return evicted
-        free = sum(allocator.free_pages for allocator in self._allocators)
-        if free + self._cache.evictable_pages < wanted.total():
+        if self.free_pages + self._cache.evictable_pages < wanted.total():
             return evicted  # nothing is dropped for a request that would not fit all the same
         while not self._has_room(wanted):
             gone = self._cache.evict(1)

@@ -53,6 +53,7 @@ class Ring:
         self._pool = pool
         self._counters = counters
         self._buffers: list[Tensor] = []
+        counters.values["foreign_blocks_max"] = 0.0
 
     def attend(
         self, layer: Layer, q_TNK: Tensor | None, own_TW: Tensor, laps: Sequence[Lap], *, header: Header, scale: float
@@ -115,8 +116,7 @@ class Ring:
         return self._buffers[which]
 
     def _note_foreign_blocks(self, number: int) -> None:
-        if number > self._counters.values.get("foreign_blocks_max", 0.0):
-            self._counters.values["foreign_blocks_max"] = float(number)
+        self._counters.values["foreign_blocks_max"] = max(self._counters.values["foreign_blocks_max"], float(number))
 
 
 class Partial:

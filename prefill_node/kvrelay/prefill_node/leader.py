@@ -1,0 +1,287 @@
+"""The step thread of rank 0: takes commands between steps, plans, runs, samples, and says what came of it.
+
+Commands arrive from the asyncio and lease threads through one queue; what happens to a job goes to the job's own sink,
+which is called on this thread and must only hand the event over.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrelay.core.clock import Clock, monotonic
+from kvrelay.core.errors import RequestCancelledError, ServeError, TransferError
+from kvrelay.core.types import Counters, FinishReason, SampledToken
+from kvrelay.model.sampler import SamplerState, sample
+from kvrelay.prefill_node import control as ctl
+from kvrelay.prefill_node.control import Job, RingControl
+from kvrelay.prefill_node.group import RingGroup
+from kvrelay.prefill_node.rank import RankWorker, StepResult
+from kvrelay.proto.v1 import ring_pb2
+
+IDLE_TICK_S = 2.0  # keeps the ring's waits under the group timeout
+BUSY_TICK_S = 0.05  # while closes or waits for room are pending
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    cached_tokens: int
+    queue_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    prefilled_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    token: SampledToken
+    finish_reason: FinishReason | None  # set when the request ends with this token
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Nothing is left to do for the client."""
+
+    relayed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    error: ServeError
+
+
+JobEvent = Started | Progress | FirstToken | Done | Failed
+Sink = Callable[[JobEvent], object]
+CacheListener = Callable[[ctl.CacheChanged], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Cheap figures after the last step; read by any thread."""
+
+    free_pages: int = 0
+    active_jobs: int = 0
+    queued_jobs: int = 0
+    closing_jobs: int = 0
+    queued_tokens: int = 0
+    has_work: bool = False  # a step would make progress
+
+
+class Leader:
+    """Owns control, worker and ring. `run` is the thread's body; other methods may be called from any thread."""
+
+    def __init__(
+        self,
+        control: RingControl,
+        worker: RankWorker,
+        group: RingGroup | None,
+        *,
+        token_bytes: int,
+        on_cache: CacheListener,
+        counters: Counters,
+        clock: Clock = monotonic,
+    ) -> None:
+        """
+        Args:
+            token_bytes: bytes that one relayed token has in all layers.
+            on_cache: told of every change of the prefix cache, on this thread.
+            counters: of rank 0.
+        """
+        self.load = Load()
+        self.rank_counters: list[dict[str, float]] = []
+        self._control = control
+        self._worker = worker
+        self._group = group
+        self._token_bytes = token_bytes
+        self._on_cache = on_cache
+        self._counters = counters
+        self._clock = clock
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._sinks: dict[str, Sink] = {}
+        self._jobs: dict[str, Job] = {}
+        self._cancelled: set[str] = set()  # written by any thread; a set's add and test are atomic
+        self._shut_down = threading.Event()
+        self._relay_pending = False
+        self._ended_at_prefill: list[str] = []
+
+    def submit(self, job: Job, sink: Sink) -> None:
+        """Queue a job; refusals arrive at the sink too."""
+        self._commands.put(lambda: self._submit(job, sink))
+
+    def cancel(self, key: str, reason: str) -> None:
+        """End a job; a chunk of it that is in work stops at its next layer. Unknown keys are ignored."""
+        self._cancelled.add(key)
+        self._commands.put(lambda: self._cancel(key, reason))
+
+    def call(self, command: Callable[[RingControl], None]) -> None:
+        """Run something on this thread between two steps."""
+        self._commands.put(lambda: command(self._control))
+
+    def wake(self) -> None:
+        """Look at the hand-offs again now."""
+        self._commands.put(lambda: None)
+
+    def shut_down(self) -> None:
+        """Tell every rank to exit after one more step, and end `run`."""
+        self._shut_down.set()
+        self.wake()
+
+    def progress_mark(self) -> tuple[float, float]:
+        """Return numbers that change whenever a step makes progress."""
+        return self._counters.values.get("steps", 0.0), self._counters.values.get("layers", 0.0)
+
+    def run(self) -> None:
+        """Step until shut down.
+
+        Raises:
+            RingError, RuntimeError: a rank is lost; this process must exit.
+        """
+        self._note_load()
+        while True:
+            self._take_commands(self._wait_s())
+            step = self._control.plan(self._clock())
+            step.shutdown = self._shut_down.is_set()
+            self._deliver(self._control.take_events())
+            self._run_step(step)
+            self._note_load()
+            if step.shutdown:
+                return
+
+    def _run_step(self, step: ring_pb2.RingStep) -> None:
+        if self._group is not None:
+            self._group.broadcast(step.SerializeToString())
+        key = step.chunk.request_id
+        result = self._worker.run(step, lambda: key in self._cancelled)
+        self._counters.add("steps")
+        if result.logits_V is not None:
+            # Before the other reports are in: every rank leaves a chunk at the same layer, so it is complete.
+            self._choose_first_token(key, result)
+        reports = [result.report]
+        if self._group is not None:
+            reports += [ring_pb2.RankReport.FromString(message) for message in self._group.gather()]
+        self.rank_counters = [dict(report.counters) for report in reports]
+        self._relay_pending = any(report.counters["relay_pending"] for report in reports)
+        self._deliver(self._control.applied(reports))
+        # Only now: the last chunk of a request that ends here is committed like any other.
+        for ended in self._ended_at_prefill:
+            self._end(ended, Done(0), "the first token ended the request")
+        self._ended_at_prefill.clear()
+        for settled in self._worker.take_settled():
+            self._finish(settled, Done(self._relayed_bytes(settled)))
+
+    def _choose_first_token(self, key: str, result: StepResult) -> None:
+        job = self._jobs[key]
+        assert result.logits_V is not None, "only called with logits"
+        state = SamplerState(job.sampling, job.prompt_T, job.num_sent_tokens)
+        (chosen,) = sample(result.logits_V[None], [state], [job.prompt_tokens])
+        if isinstance(chosen, ServeError):
+            self._end(key, Failed(chosen), str(chosen))
+            return
+        reason = None
+        if chosen.token_id in job.sampling.stop_token_ids:
+            reason = FinishReason.STOP
+        elif job.sampling.max_tokens == 1:
+            reason = FinishReason.LENGTH
+        self._tell(key, FirstToken(chosen, reason))
+        relay = self._worker.relay_of(key)
+        if reason is not None or relay is None:
+            self._ended_at_prefill.append(key)
+        else:
+            relay.seal(first_token=chosen, cached_tokens=self._control.cached_tokens(key))
+
+    def _deliver(self, events: list[ctl.Event]) -> None:
+        for event in events:
+            match event:
+                case ctl.Opened():
+                    self._tell(event.key, Started(event.cached_tokens, event.queue_s * 1e3))
+                case ctl.Computed():
+                    self._tell(event.key, Progress(event.tokens))
+                case ctl.HandoffFailed():
+                    self._end(event.key, Failed(TransferError(event.reason)), event.reason)
+                case ctl.CacheChanged():
+                    self._on_cache(event)
+                case ctl.Gone():
+                    self._cancelled.discard(event.key)
+                    self._jobs.pop(event.key, None)
+
+    def _submit(self, job: Job, sink: Sink) -> None:
+        try:
+            self._control.submit(job, self._clock())
+        except ServeError as err:
+            sink(Failed(err))
+            return
+        self._jobs[job.key] = job
+        self._sinks[job.key] = sink
+
+    def _cancel(self, key: str, reason: str) -> None:
+        if self._control.phase_of(key) is None:
+            self._cancelled.discard(key)
+            return
+        self._end(key, Failed(RequestCancelledError(reason)), reason)
+
+    def _end(self, key: str, event: JobEvent, reason: str) -> None:
+        """Give up what is left of a job's hand-off and let its pages go."""
+        self._worker.abort(key, reason)
+        self._finish(key, event)
+
+    def _finish(self, key: str, event: JobEvent) -> None:
+        """Tell a job its last event and let its pages go."""
+        self._tell(key, event)
+        self._sinks.pop(key, None)
+        self._control.close(key)
+
+    def _tell(self, key: str, event: JobEvent) -> None:
+        sink = self._sinks.get(key)
+        if sink is not None:
+            sink(event)
+
+    def _relayed_bytes(self, key: str) -> int:
+        job = self._jobs.get(key)
+        if job is None or job.ticket is None:
+            return 0
+        return (job.prompt_tokens - min(job.ticket.resident_tokens, job.prompt_tokens)) * self._token_bytes
+
+    def _take_commands(self, wait_s: float | None) -> None:
+        try:
+            command = self._commands.get(timeout=wait_s) if wait_s != 0 else self._commands.get_nowait()
+            while True:
+                command()
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return
+
+    def _wait_s(self) -> float | None:
+        """Return how long to wait for a command before the next step; None = until one comes."""
+        if self._control.has_chunk or self._relay_pending or self._shut_down.is_set():
+            return 0
+        if self._control.closing_jobs or self._control.queued_jobs:
+            return BUSY_TICK_S
+        return None if self._group is None else IDLE_TICK_S
+
+    def _note_load(self) -> None:
+        self.load = Load(
+            free_pages=self._control.free_pages,
+            active_jobs=self._control.active_jobs,
+            queued_jobs=self._control.queued_jobs,
+            closing_jobs=self._control.closing_jobs,
+            queued_tokens=self._control.queued_tokens(),
+            has_work=self._control.has_chunk,
+        )
+
+
+def follow(worker: RankWorker, group: RingGroup) -> None:
+    """The step thread of every other rank: obey until told to exit.
+
+    Raises:
+        RingError, RuntimeError: rank 0 or a neighbour is lost; this process must exit.
+    """
+    while True:
+        step = ring_pb2.RingStep.FromString(group.receive())
+        result = worker.run(step, lambda: False)
+        group.send_to_leader(result.report.SerializeToString())
+        if step.shutdown:
+            return

@@ -1,0 +1,238 @@
+"""One rank's compute: it obeys ring steps, and knows of each request only what the steps told.
+
+Shapes in this file: T own tokens of the chunk, D hidden, N heads, K query/key width, W = C + R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvrelay.core.shard import Span
+from kvrelay.core.types import Counters
+from kvrelay.kvcache.pool import LatentPool
+from kvrelay.model.transformer import Model
+from kvrelay.prefill_node.chunk_plan import ChunkPlan, ChunkPlanner
+from kvrelay.prefill_node.control import job_key
+from kvrelay.prefill_node.group import Header
+from kvrelay.prefill_node.relay import PartWriter, Relay
+from kvrelay.prefill_node.ring import Ring
+from kvrelay.prefill_node.ring_plan import PageTable
+from kvrelay.proto.convert import span_from_pb, unpack_ids
+from kvrelay.proto.v1 import ring_pb2
+
+
+class Writer(PartWriter, Protocol):
+    """One rank's end of one hand-off, as the step thread sees it."""
+
+    def abort(self, reason: str) -> None: ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why the hand-off failed; None while it has not."""
+        ...
+
+    @property
+    def settled(self) -> bool:
+        """The reader has admitted the request."""
+        ...
+
+    @property
+    def sources_free(self) -> bool:
+        """No write can read this rank's pages any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    report: ring_pb2.RankReport
+    logits_V: Tensor | None = None  # after the last token of a prompt; rank 0 only
+
+
+@dataclass(slots=True)
+class _Request:
+    key: str
+    prompt_tokens: int
+    cached_tokens: int
+    table: PageTable
+    writer: Writer | None = None
+    relay: Relay | None = None
+    failure_told: bool = False
+    settled_told: bool = False
+    closing: bool = False
+
+
+class RankWorker:
+    """Runs the chunks of this rank. Used by the step thread only."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: LatentPool,
+        ring: Ring,
+        *,
+        open_writer: Callable[[ring_pb2.RingOpen], Writer],
+        planner: ChunkPlanner,
+        counters: Counters,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._ring = ring
+        self._open_writer = open_writer
+        self._planner = planner
+        self._counters = counters
+        self._requests: dict[str, _Request] = {}
+
+    @torch.inference_mode()
+    def run(self, step: ring_pb2.RingStep, should_stop: Callable[[], bool]) -> StepResult:
+        """Do one step. `should_stop` is asked once per layer, and heeded on rank 0 only."""
+        for opened in step.opens:
+            self._open(opened)
+        logits_V, stopped = None, False
+        if step.HasField("chunk"):
+            logits_V, stopped = self._run_chunk(step.step_id, step.chunk, should_stop)
+        for key in step.closes:
+            self._close(key)
+        for request in self._requests.values():
+            if request.relay is not None:
+                request.relay.pump()
+        return StepResult(self._report(step.step_id, stopped=stopped), logits_V)
+
+    def relay_of(self, key: str) -> Relay | None:
+        """Return the relay of a request that is open here, so that rank 0 can seal it with the first token."""
+        request = self._requests.get(key)
+        return None if request is None else request.relay
+
+    def abort(self, key: str, reason: str) -> None:
+        """Give up this rank's hand-off of a request, in whatever state; the reader tells the other ranks."""
+        request = self._requests.get(key)
+        if request is not None and request.writer is not None:
+            request.writer.abort(reason)
+
+    def take_settled(self) -> list[str]:
+        """Return the requests whose hand-off was admitted by the reader since the last call."""
+        settled = [
+            r for r in self._requests.values() if r.writer is not None and r.writer.settled and not r.settled_told
+        ]
+        for request in settled:
+            request.settled_told = True
+        return [request.key for request in settled]
+
+    def _open(self, opened: ring_pb2.RingOpen) -> None:
+        table = PageTable(prompt_tokens=opened.prompt_tokens, page_tokens=self._pool.layout.page_tokens)
+        _fill(table, opened.cached_pages)
+        key = job_key(opened.request)
+        request = _Request(key, opened.prompt_tokens, opened.cached_tokens, table)
+        if opened.HasField("ticket"):
+            request.writer = self._open_writer(opened)
+            request.relay = Relay(
+                request.writer,
+                table,
+                rank=self._ring.rank,
+                resident_tokens=opened.ticket.resident_tokens,
+                num_layers=self._pool.layout.num_layers,
+            )
+            request.relay.queue_cached(opened.cached_tokens)
+        self._requests[key] = request
+
+    def _run_chunk(
+        self, step_id: int, chunk: ring_pb2.RingChunk, should_stop: Callable[[], bool]
+    ) -> tuple[Tensor | None, bool]:
+        """Compute one chunk; returns (logits after the prompt's last token on rank 0, whether it was stopped)."""
+        request = self._requests[chunk.request_id]
+        tokens = span_from_pb(chunk.tokens)
+        _fill(request.table, chunk.new_pages)
+        plan = self._planner.plan(request.table, tokens)
+        hidden_TD = self._compute(step_id, request, tokens, plan, unpack_ids(chunk.packed_ids), should_stop)
+        if hidden_TD is None:
+            return None, True
+        self._counters.add("chunks")
+        self._counters.add("prefill_tokens_executed", len(plan.positions_T))
+        if not chunk.is_last:
+            return None, False
+        if self._ring.rank == 0:  # owns the last token; seals once the first token is chosen
+            return self._model.logits(hidden_TD[-1:])[0], False
+        if request.relay is not None:
+            request.relay.seal(first_token=None, cached_tokens=0)
+        return None, False
+
+    def _compute(
+        self,
+        step_id: int,
+        request: _Request,
+        chunk: Span,
+        plan: ChunkPlan,
+        ids: np.ndarray[tuple[int], np.dtype[np.int32]],
+        should_stop: Callable[[], bool],
+    ) -> Tensor | None:
+        """Return hidden_TD after the last layer (empty for a rank without rows), or None when the ring stopped."""
+        has_rows = len(plan.positions_T) > 0
+        device, relay = self._pool.device, request.relay
+        hidden_TD = torch.empty(0, device=device)
+        q_TNK, rows_TW = (
+            None,
+            torch.empty(0, self._pool.layout.row_width, dtype=self._pool.layer(0).dtype, device=device),
+        )
+        if has_rows:
+            own_ids = torch.from_numpy(ids[plan.positions_T - chunk.start].astype(np.int64)).to(device)
+            hidden_TD = self._model.embed(own_ids)
+            positions_T = torch.from_numpy(plan.positions_T).to(device)
+            # The base of dynamic NTK comes from the whole prompt, in every chunk and on every rank.
+            rope = self._model.rope(positions_T, request.prompt_tokens)
+        for index, layer in enumerate(self._model.layers):
+            if has_rows:
+                projected = layer.project(hidden_TD, rope)
+                q_TNK, rows_TW = projected.q_TNK, projected.rows_TW.to(rows_TW.dtype)
+                self._keep_own(index, rows_TW, plan)
+            if relay is not None:
+                relay.rows_final(index, plan.early)
+                relay.pump()
+            header = Header(step_id, index, stop=self._ring.rank == 0 and should_stop())
+            attended, stop = self._ring.attend(
+                layer, q_TNK, rows_TW, plan.laps, header=header, scale=self._model.softmax_scale
+            )
+            if stop:
+                return None
+            if relay is not None:
+                relay.rows_final(index, plan.late)
+            if has_rows:
+                hidden_TD = layer.finish(hidden_TD, attended.out_TNV.to(hidden_TD.dtype))
+            self._counters.add("layers")
+        return hidden_TD
+
+    def _keep_own(self, layer: int, rows_TW: Tensor, plan: ChunkPlan) -> None:
+        if plan.own_kept is not None:
+            self._pool.write(layer, plan.own_kept.slots, rows_TW.index_select(0, plan.own_kept.rows))
+
+    def _close(self, key: str) -> None:
+        request = self._requests[key]
+        request.closing = True
+        if request.writer is not None and request.relay is not None and not request.relay.sealed:
+            request.writer.abort("the prefill node ended this request")
+        request.relay = None  # a sealed hand-off ends by itself; of another one nothing more leaves
+
+    def _report(self, step_id: int, *, stopped: bool) -> ring_pb2.RankReport:
+        report = ring_pb2.RankReport(step_id=step_id, rank=self._ring.rank, stopped=stopped)
+        for request in list(self._requests.values()):
+            failure = None if request.writer is None else request.writer.failure
+            if failure is not None and not request.failure_told:
+                request.failure_told = True
+                report.failed[request.key] = failure
+            if request.closing and (request.writer is None or request.writer.sources_free):
+                report.drained.append(request.key)
+                del self._requests[request.key]
+        self._counters.values["relay_pending"] = float(
+            sum(request.relay is not None and request.relay.pending for request in self._requests.values())
+        )
+        report.counters.update(self._counters.values)
+        return report
+
+
+def _fill(table: PageTable, runs: Sequence[ring_pb2.OwnedRun]) -> None:
+    for run in runs:
+        table.fill(prompt_page=run.prompt_page, rank=run.rank, first_page=run.first_page, num_pages=run.num_pages)

@@ -1,0 +1,243 @@
+"""The PrefillNode service: translate, check, hand to the step thread, translate back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from grpc import aio
+
+from kvrelay.core import prefix_hash
+from kvrelay.core.clock import Deadline, monotonic
+from kvrelay.core.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    StaleMessageError,
+    UnavailableError,
+)
+from kvrelay.core.grpc_status import grpc_status
+from kvrelay.core.layout import PageLayout
+from kvrelay.core.types import Incarnation
+from kvrelay.prefill_node.control import Job, RingControl, job_key
+from kvrelay.prefill_node.leader import Done, Failed, FirstToken, JobEvent, Leader, Progress, Started
+from kvrelay.prefill_node.leases import Leases
+from kvrelay.prefill_node.stats import node_stats
+from kvrelay.proto.convert import (
+    finish_to_pb,
+    incarnation_from_pb,
+    sampled_to_pb,
+    sampling_from_pb,
+    unpack_ids,
+)
+from kvrelay.proto.v1 import common_pb2, handoff_pb2, prefill_pb2, prefill_pb2_grpc
+
+PROGRESS_S = 2.0  # a client hears something at least this often
+_MAX_REMEMBERED = 10_000  # requests whose latest attempt is known, so that older ones are refused
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What this node is; requests are checked against it."""
+
+    incarnation: Incarnation
+    layout: PageLayout
+    ring_size: int
+    vocab_size: int
+    max_model_len: int
+    cache_window_tokens: int | None  # longer requests neither publish nor use cached blocks; None = no limit
+    max_request_s: float
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
+    """Runs on the asyncio thread of rank 0."""
+
+    def __init__(self, facts: NodeFacts, leader: Leader, leases: Leases, *, on_drain: Callable[[], None]) -> None:
+        self.draining = False
+        self._facts = facts
+        self._leader = leader
+        self._leases = leases
+        self._on_drain = on_drain
+        self._latest_attempt: OrderedDict[str, int] = OrderedDict()
+        self._active: set[str] = set()
+
+    @property
+    def active_requests(self) -> int:
+        return len(self._active)
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        async with grpc_status(context):
+            job = self._checked(request)
+            remaining_s = context.time_remaining()
+            limit_s = self._facts.max_request_s if remaining_s is None else remaining_s
+            async for event in self._run(job, incarnation_from_pb(request.holder), Deadline.after(limit_s)):
+                yield event
+
+    async def Abort(
+        self, request: common_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
+    ) -> common_pb2.AbortReply:
+        key = job_key(request.request)
+        was_active = key in self._active
+        if was_active:
+            self._leader.cancel(key, request.reason or "aborted")
+        # An abort that overtakes its Prefill must win.
+        self._remember(request.request)
+        return common_pb2.AbortReply(was_active=was_active)
+
+    async def Renew(
+        self, request: common_pb2.RenewRequest, context: aio.ServicerContext[Any, Any]
+    ) -> common_pb2.RenewReply:
+        unknown = self._leases.renew(incarnation_from_pb(request.holder), request.request_ids)
+        return common_pb2.RenewReply(unknown_request_ids=unknown, lease_ms=round(self._leases.lease_s * 1e3))
+
+    async def Drain(
+        self, request: common_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]
+    ) -> common_pb2.DrainReply:
+        active = self.active_requests
+        self._on_drain()
+        return common_pb2.DrainReply(active_requests=active)
+
+    async def Stats(
+        self, request: common_pb2.StatsRequest, context: aio.ServicerContext[Any, Any]
+    ) -> common_pb2.NodeStats:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[common_pb2.NodeStats] = loop.create_future()
+
+        def collect(control: RingControl) -> None:
+            stats = node_stats(self._facts.incarnation, control, self._leader.rank_counters, draining=self.draining)
+            loop.call_soon_threadsafe(_set_once, answer, stats)
+
+        self._leader.call(collect)
+        return await answer
+
+    async def _run(self, job: Job, holder: Incarnation, deadline: Deadline) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        received_s, loop = monotonic(), asyncio.get_running_loop()
+        events: asyncio.Queue[JobEvent] = asyncio.Queue()
+        self._active.add(job.key)
+        self._leases.open(job.key, request_id=job.request.request_id, holder=holder)
+        self._leader.submit(job, lambda event: loop.call_soon_threadsafe(events.put_nowait, event))
+        over, prefilled_tokens = False, 0
+        try:
+            while not over:
+                try:
+                    event = await asyncio.wait_for(events.get(), min(PROGRESS_S, deadline.remaining_s()))
+                except TimeoutError:
+                    if deadline.passed():
+                        raise DeadlineError(f"request {job.request.request_id}: the time limit is over") from None
+                    event = Progress(prefilled_tokens)
+                if isinstance(event, Failed):
+                    over = True
+                    raise event.error
+                if isinstance(event, Progress):
+                    prefilled_tokens = event.prefilled_tokens
+                over = isinstance(event, Done)
+                yield _event_to_pb(event, received_s)
+        finally:
+            self._active.discard(job.key)
+            self._leases.close(job.key)
+            if not over:
+                self._leader.cancel(job.key, "the caller went away or its time is over")
+
+    def _checked(self, request: prefill_pb2.PrefillRequest) -> Job:
+        """Return the request as a job.
+
+        Raises:
+            UnavailableError: meant for another incarnation, or this one is leaving.
+            StaleMessageError: a newer attempt, or an abort of this one, was here before.
+            InvalidRequestError: the request is wrong in itself.
+            LayoutMismatchError: the ticket's pages are not like ours.
+        """
+        facts = self._facts
+        if incarnation_from_pb(request.node) != facts.incarnation:
+            raise UnavailableError(f"this is {facts.incarnation}, not {incarnation_from_pb(request.node)}")
+        if self.draining:
+            raise UnavailableError(f"{facts.incarnation.name} is draining")
+        prompt_T = unpack_ids(request.packed_ids)
+        if not 0 < len(prompt_T) <= facts.max_model_len:
+            raise InvalidRequestError(f"a prompt of {len(prompt_T)} tokens; 1 to {facts.max_model_len} are possible")
+        if int(prompt_T.max()) >= facts.vocab_size:
+            raise InvalidRequestError(f"token id {int(prompt_T.max())} is not below {facts.vocab_size}")
+        if request.num_sent_tokens > len(prompt_T):
+            raise InvalidRequestError(f"{request.num_sent_tokens} sent tokens in a prompt of {len(prompt_T)}")
+        ticket = request.ticket if request.HasField("ticket") else None
+        if ticket is not None:
+            self._check_ticket(ticket, request.request, len(prompt_T))
+        self._check_attempt(request.request)
+        hashes: list[bytes] = []
+        window, length = facts.cache_window_tokens, len(prompt_T) + request.sampling.max_tokens
+        if request.prefix_seed and (window is None or length <= window):
+            hashes = prefix_hash.chain(request.prefix_seed, prompt_T, block_tokens=facts.layout.block_tokens)
+        return Job(
+            request=request.request,
+            prompt_T=prompt_T,
+            sampling=sampling_from_pb(request.sampling),
+            num_sent_tokens=request.num_sent_tokens,
+            block_hashes=tuple(hashes),
+            ticket=ticket,
+        )
+
+    def _check_ticket(self, ticket: handoff_pb2.Ticket, ref: common_pb2.RequestRef, prompt_tokens: int) -> None:
+        facts = self._facts
+        if ticket.layout_fingerprint != facts.layout.fingerprint:
+            theirs, ours = ticket.layout_fingerprint.hex(), facts.layout.fingerprint.hex()
+            raise LayoutMismatchError(f"decode's page layout is {theirs}, this node's is {ours}")
+        if incarnation_from_pb(ticket.writer) != facts.incarnation or ticket.ring_size != facts.ring_size:
+            raise InvalidRequestError(
+                f"the ticket is for {incarnation_from_pb(ticket.writer)} with {ticket.ring_size} ranks,"
+                f" this is {facts.incarnation} with {facts.ring_size}"
+            )
+        if ticket.request != ref:
+            raise StaleMessageError(f"the ticket is for {ticket.request}, the request is {ref}")
+        pages = sum(run.num_pages for run in ticket.pages)
+        if ticket.prompt_tokens != prompt_tokens or pages < facts.layout.pages_for(prompt_tokens):
+            raise InvalidRequestError(
+                f"the ticket covers {ticket.prompt_tokens} tokens with {pages} pages, the prompt has {prompt_tokens}"
+            )
+        if ticket.resident_tokens > prompt_tokens:
+            raise InvalidRequestError(f"{ticket.resident_tokens} resident tokens of {prompt_tokens}")
+
+    def _check_attempt(self, ref: common_pb2.RequestRef) -> None:
+        latest = self._latest_attempt.get(ref.request_id, 0)
+        if ref.attempt <= latest:
+            raise StaleMessageError(f"request {ref.request_id}: attempt {ref.attempt} is not newer than {latest}")
+        older = job_key(common_pb2.RequestRef(request_id=ref.request_id, attempt=latest))
+        if older in self._active:
+            self._leader.cancel(older, f"attempt {ref.attempt} takes over")
+        self._remember(ref)
+
+    def _remember(self, ref: common_pb2.RequestRef) -> None:
+        latest = max(ref.attempt, self._latest_attempt.pop(ref.request_id, 0))
+        self._latest_attempt[ref.request_id] = latest
+        while len(self._latest_attempt) > _MAX_REMEMBERED:
+            self._latest_attempt.popitem(last=False)
+
+
+def _event_to_pb(event: JobEvent, received_s: float) -> prefill_pb2.PrefillEvent:
+    match event:
+        case Started():
+            started = prefill_pb2.PrefillStarted(cached_tokens=event.cached_tokens, queue_ms=event.queue_ms)
+            return prefill_pb2.PrefillEvent(started=started)
+        case Progress():
+            progress = prefill_pb2.PrefillProgress(prefilled_tokens=event.prefilled_tokens)
+            return prefill_pb2.PrefillEvent(progress=progress)
+        case FirstToken():
+            first = prefill_pb2.FirstToken(
+                token=sampled_to_pb(event.token),
+                finish_reason=finish_to_pb(event.finish_reason),
+                prefill_ms=(monotonic() - received_s) * 1e3,
+            )
+            return prefill_pb2.PrefillEvent(first_token=first)
+        case Done():
+            return prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone(relayed_bytes=event.relayed_bytes))
+        case Failed():
+            raise event.error
+
+
+def _set_once(answer: asyncio.Future[common_pb2.NodeStats], stats: common_pb2.NodeStats) -> None:
+    if not answer.done():  # the caller may have gone
+        answer.set_result(stats)

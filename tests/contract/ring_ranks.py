@@ -1,0 +1,209 @@
+"""Real rank processes over Gloo that compute recorded prompts; the latents they would relay go to a file per rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from kvrelay.core.shard import Span
+from kvrelay.core.types import Counters, SampledToken, Sampling
+from kvrelay.kvcache.pool import LatentPool
+from kvrelay.model.checkpoint import load_model
+from kvrelay.model.transformer import Model
+from kvrelay.prefill_node.chunk_plan import ChunkPlanner
+from kvrelay.prefill_node.control import Job, RingControl
+from kvrelay.prefill_node.group import RingGroup, form, serve_store
+from kvrelay.prefill_node.leader import Done, Failed, FirstToken, JobEvent, Leader, follow
+from kvrelay.prefill_node.pages import RingPages
+from kvrelay.prefill_node.rank import RankWorker
+from kvrelay.prefill_node.ring import Ring
+from kvrelay.prefill_node.ring_plan import PageTable, positions_of
+from kvrelay.prefill_node.settings import RankPlace
+from kvrelay.proto.v1 import common_pb2, handoff_pb2, ring_pb2
+
+PAGE_TOKENS = 64
+NUM_PAGES = 64
+Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt, computed by the ring of its launch."""
+
+    folder: Path
+    prompt: tuple[int, ...]
+    chunk_tokens: int
+    align_tokens: int = 1
+    ring_block_tokens: int = 4096
+    resident_tokens: int = 0
+    block_hashes: tuple[bytes, ...] = ()
+
+
+@dataclass
+class RecordingWriter:
+    """Keeps a copy of every row that is handed over for relaying, as it is at that moment."""
+
+    pool: LatentPool
+    rank: int
+    rows: dict[tuple[int, int], Array] = field(default_factory=dict)  # (layer, position) -> row
+    twice: int = 0
+    sealed_with: tuple[SampledToken | None, int] | None = None
+    failure: str | None = None
+
+    def add_part(self, *, layer: int, tokens: Span, pages: PageTable) -> None:
+        positions = positions_of((tokens,))
+        assert (pages.owners[positions // PAGE_TOKENS] == self.rank).all()
+        slots = torch.from_numpy(pages.pages[positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS)
+        for position, row in zip(positions.tolist(), self.pool.read(layer, slots).numpy(), strict=True):
+            self.twice += (layer, position) in self.rows
+            self.rows[layer, position] = row
+
+    def seal(self, *, first_token: SampledToken | None, cached_tokens: int) -> None:
+        self.sealed_with = (first_token, cached_tokens)
+
+    def abort(self, reason: str) -> None:
+        self.failure = reason
+
+    @property
+    def settled(self) -> bool:
+        return self.sealed_with is not None
+
+    @property
+    def sources_free(self) -> bool:
+        return True
+
+
+@dataclass
+class Outcome:
+    """What one rank saw of one case."""
+
+    rows: dict[tuple[int, int], Array]
+    twice: int
+    sealed: bool
+    counters: dict[str, float]
+    token: int | None = None  # rank 0 only
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+def compute(
+    model: Model, case: Case, group: RingGroup | None, pool: LatentPool, control: RingControl | None
+) -> Outcome:
+    """Run one case on this rank; all ranks of the ring call it together. `control` is rank 0's."""
+    counters = Counters()
+    ring = Ring(group, pool, counters)
+    writers: list[RecordingWriter] = []
+
+    def open_writer(_: ring_pb2.RingOpen) -> RecordingWriter:
+        writers.append(RecordingWriter(pool, ring.rank))
+        return writers[-1]
+
+    planner = ChunkPlanner(
+        rank=ring.rank,
+        ring_size=ring.size,
+        align_tokens=case.align_tokens,
+        ring_block_tokens=case.ring_block_tokens,
+        device=pool.device,
+    )
+    worker = RankWorker(model, pool, ring, open_writer=open_writer, planner=planner, counters=counters)
+    token, error = None, None
+    if control is None:
+        assert group is not None
+        follow(worker, group)
+    else:
+        token, error = _lead(
+            case, Leader(control, worker, group, token_bytes=1, on_cache=lambda _: None, counters=counters)
+        )
+    writer = writers[0]
+    sealed = writer.sealed_with is not None
+    cached = writer.sealed_with[1] if writer.sealed_with else 0
+    return Outcome(writer.rows, writer.twice, sealed, dict(counters.values), token, cached, error)
+
+
+def a_control(case: Case, ring_size: int) -> RingControl:
+    pages = RingPages(
+        pages_per_rank=[NUM_PAGES] * ring_size,
+        page_tokens=PAGE_TOKENS,
+        block_tokens=PAGE_TOKENS,
+        chunk_tokens=case.chunk_tokens,
+        align_tokens=case.align_tokens,
+    )
+    return RingControl(pages, block_tokens=PAGE_TOKENS, chunk_tokens=case.chunk_tokens, max_jobs=4, prefix_wait_s=1.0)
+
+
+def _lead(case: Case, leader: Leader) -> tuple[int | None, str | None]:
+    events: list[JobEvent] = []
+
+    def sink(event: JobEvent) -> None:
+        events.append(event)
+        if isinstance(event, Done | Failed):
+            leader.shut_down()
+
+    ticket = handoff_pb2.Ticket(prompt_tokens=len(case.prompt), resident_tokens=case.resident_tokens)
+    prompt = np.array(case.prompt, dtype=np.int32)
+    ref = common_pb2.RequestRef(request_id="case", attempt=1)
+    leader.submit(Job(ref, prompt, Sampling(max_tokens=8), block_hashes=case.block_hashes, ticket=ticket), sink)
+    thread = threading.Thread(target=leader.run)
+    thread.start()
+    thread.join()
+    tokens = [event.token.token_id for event in events if isinstance(event, FirstToken)]
+    errors = [str(event.error) for event in events if isinstance(event, Failed)]
+    return (tokens[0] if tokens else None), (errors[0] if errors else None)
+
+
+def a_pool(model: Model) -> LatentPool:
+    return LatentPool(model.layout(block_tokens=PAGE_TOKENS), NUM_PAGES, torch.device("cpu"))
+
+
+def alone(case: Case) -> Outcome:
+    """Compute a case on one rank in this process, without any process group."""
+    model = load_model(case.folder, dtype="float32", device=torch.device("cpu"))
+    return compute(model, case, None, a_pool(model), a_control(case, 1))
+
+
+def launch(cases: list[Case], ring_size: int) -> list[list[Outcome]]:
+    """Compute all cases with one ring of processes; returns, per case, what each rank saw."""
+    store = serve_store(ring_size=ring_size, timeout_s=60.0)
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    others = [
+        context.Process(target=_rank_main, args=(rank, ring_size, store.port, cases, results))
+        for rank in range(ring_size)
+    ]
+    for process in others:
+        process.start()
+    by_rank = dict(results.get() for _ in range(ring_size))
+    for process in others:
+        process.join()
+        assert process.exitcode == 0
+    return [[by_rank[rank][number] for rank in range(ring_size)] for number in range(len(cases))]
+
+
+def _rank_main(
+    rank: int,
+    ring_size: int,
+    port: int,
+    cases: list[Case],
+    results: multiprocessing.queues.SimpleQueue[tuple[int, list[Outcome]]],
+) -> None:
+    torch.set_num_threads(1)
+    cpu = torch.device("cpu")
+    group = None  # a ring of one has no process group at all
+    if ring_size > 1:
+        store = TCPStore("127.0.0.1", port, ring_size, is_master=False)
+        place = RankPlace(rank, ring_size, spawns=False)
+        group = form(place, cpu, store=store, group_timeout_s=20.0, start_timeout_s=60.0)
+    models = {case.folder: load_model(case.folder, dtype="float32", device=cpu) for case in cases}
+    pools = {folder: a_pool(model) for folder, model in models.items()}
+    outcomes = []
+    for case in cases:
+        control = a_control(case, ring_size) if rank == 0 else None
+        outcomes.append(compute(models[case.folder], case, group, pools[case.folder], control))
+    results.put((rank, outcomes))
