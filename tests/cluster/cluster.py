@@ -275,3 +275,7 @@ def _environ(process: psutil.Process) -> dict[str, str]:
         return process.environ()
     except psutil.Error:
         return {}
+
+
+def vocab_size(folder: Path) -> int:
+    return int(json.loads((folder / "config.json").read_text())["vocab_size"])

@@ -7,13 +7,15 @@ from typing import Any
 
 import grpc
 import pytest
-from oracle_data import load
 
-from cluster.cluster import Cluster, Spec, a_request, status_of
+from cluster.cluster import Cluster, Spec, a_request, status_of, vocab_size
 from kvrelay.proto.v1 import inference_pb2
+from oracle_data import oracle_folder, recording
 
-ORACLE = load("v3_dense")
-SPEC = Spec(ORACLE.folder, max_model_len=512, pool_pages=64)
+ORACLE = "v3_dense"
+FOLDER = oracle_folder(ORACLE)
+VOCAB = vocab_size(FOLDER)
+SPEC = Spec(FOLDER, max_model_len=512, pool_pages=64)
 GOOD = [1, 2, 3]
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -30,7 +32,7 @@ def refusal(cluster: Cluster, request: inference_pb2.GenerateRequest) -> tuple[g
         ([], {"max_tokens": 4}, ["empty"]),
         ([1] * 510, {"max_tokens": 4}, ["514", "512"]),
         ([1] * 600, {"max_tokens": 1}, ["601", "512"]),
-        ([ORACLE.vocab_size], {"max_tokens": 4}, [str(ORACLE.vocab_size)]),
+        ([VOCAB], {"max_tokens": 4}, [str(VOCAB)]),
         ([2**32 - 1], {"max_tokens": 4}, []),
         (GOOD, {"max_tokens": 4, "temperature": math.nan}, ["temperature"]),
         (GOOD, {"max_tokens": 4, "temperature": -1.0}, ["temperature"]),
@@ -42,7 +44,7 @@ def refusal(cluster: Cluster, request: inference_pb2.GenerateRequest) -> tuple[g
         (GOOD, {"max_tokens": 4, "presence_penalty": 1000.0}, ["presence_penalty"]),
         (GOOD, {"max_tokens": 4, "frequency_penalty": math.nan}, ["frequency_penalty"]),
         (GOOD, {"max_tokens": 4, "logprobs": 21}, ["logprobs"]),
-        (GOOD, {"max_tokens": 4, "stop_token_ids": [ORACLE.vocab_size]}, ["stop_token_ids"]),
+        (GOOD, {"max_tokens": 4, "stop_token_ids": [VOCAB]}, ["stop_token_ids"]),
         (GOOD, {"max_tokens": 4, "stop_strings": ["x"] * 17}, ["stop_strings"]),
         (GOOD, {"max_tokens": 4, "stop_strings": [""]}, ["stop_strings"]),
     ],
@@ -99,15 +101,15 @@ def test_a_deadline_shorter_than_the_work_ends_the_request(cluster: Cluster) -> 
 
 def test_good_requests_go_on_between_bad_ones(cluster: Cluster) -> None:
     length = 64
-    for request in (a_request([]), a_request([ORACLE.vocab_size]), a_request(GOOD, temperature=math.nan)):
+    for request in (a_request([]), a_request([VOCAB]), a_request(GOOD, temperature=math.nan)):
         refusal(cluster, request)
 
-        answer = cluster.generate(ORACLE.prompt(length).tolist(), max_tokens=24)
-        assert answer.token_ids == ORACLE.greedy(length).tolist()
+        answer = cluster.generate(recording(ORACLE, length).prompt, max_tokens=24)
+        assert answer.token_ids == recording(ORACLE, length).greedy
 
 
 def test_a_request_that_ends_at_prefill_holds_nothing(cluster: Cluster) -> None:
-    prompt, greedy = ORACLE.prompt(64).tolist(), ORACLE.greedy(64).tolist()
+    prompt, greedy = recording(ORACLE, 64).prompt, recording(ORACLE, 64).greedy
 
     one = cluster.generate(prompt, max_tokens=1)
     stopped = cluster.generate(prompt, max_tokens=8, stop_token_ids=[greedy[0]])
@@ -118,7 +120,7 @@ def test_a_request_that_ends_at_prefill_holds_nothing(cluster: Cluster) -> None:
 
 
 def test_a_cancelled_request_leaves_nothing(cluster: Cluster) -> None:
-    call = cluster.start(ORACLE.prompt(333).tolist(), max_tokens=150)
+    call = cluster.start(recording(ORACLE, 333).prompt, max_tokens=150)
     for event in call:
         if event.WhichOneof("event") == "tokens":
             break

@@ -9,19 +9,21 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from cluster.cluster import Answer, Cluster, Spec, status_of, wait_until
-from oracle_data import load
+from cluster.cluster import Answer, Cluster, Spec, status_of, vocab_size, wait_until
+from oracle_data import oracle_folder, recording
 
-ORACLE = load("v3_noaux")
-SPEC = Spec(ORACLE.folder, ring_size="2", chunk_tokens=16, max_model_len=4096, pool_pages=600)
+ORACLE = "v3_noaux"
+FOLDER = oracle_folder(ORACLE)
+VOCAB = vocab_size(FOLDER)
+SPEC = Spec(FOLDER, ring_size="2", chunk_tokens=16, max_model_len=4096, pool_pages=600)
 IN_TIME_S = 30.0
 CLEAR = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.RESOURCE_EXHAUSTED}
-PROMPT, GREEDY = ORACLE.prompt(1500).tolist(), ORACLE.greedy(1500).tolist()
+PROMPT, GREEDY = recording(ORACLE, 1500).prompt, recording(ORACLE, 1500).greedy
 
 
 def fresh(seed: int) -> list[int]:
     """Return a prompt of the oracle's length that no cache knows."""
-    return [(token + seed * 7 + place % 11) % (ORACLE.vocab_size - 1) for place, token in enumerate(PROMPT)]
+    return [(token + seed * 7 + place % 11) % (VOCAB - 1) for place, token in enumerate(PROMPT)]
 
 
 def in_the_middle(cluster: Cluster, prompt: list[int], *, max_tokens: int, hit: Callable[[], None]) -> Answer | str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-from oracle_data import load
-
 from cluster.cluster import Cluster, Spec
+from oracle_data import oracle_folder, recording
 
-ORACLE = load("v3_dense")
-SPEC = Spec(ORACLE.folder, ring_size="2", pool_pages=64)
+ORACLE = "v3_dense"
+FOLDER = oracle_folder(ORACLE)
+SPEC = Spec(FOLDER, ring_size="2", pool_pages=64)
 WINDOW_S = 10.0
 
 
@@ -18,7 +18,7 @@ def cpu_times_s(cluster: Cluster) -> dict[int, float]:
 
 
 def test_an_idle_cluster_uses_under_5_percent_of_a_core_and_a_node_under_2(cluster: Cluster) -> None:
-    cluster.generate(ORACLE.prompt(333).tolist(), max_tokens=24)  # connections exist, sessions have ended
+    cluster.generate(recording(ORACLE, 333).prompt, max_tokens=24)  # connections exist, sessions have ended
     time.sleep(2)
     nodes = {name: cluster.process(name) for name in ("prefill-0", "decode-0")}
     pids = {name: [top.pid, *(child.pid for child in top.children(recursive=True))] for name, top in nodes.items()}

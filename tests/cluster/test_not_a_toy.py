@@ -9,18 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cluster.cluster import Cluster, Spec
+from cluster.cluster import Cluster, Spec, vocab_size
 from cluster.router_for_tests import RouterForTests
-from oracle_data import load
+from oracle_data import oracle_folder
 
-ORACLE = load("v3_noaux")
+ORACLE = "v3_noaux"
+FOLDER = oracle_folder(ORACLE)
+VOCAB = vocab_size(FOLDER)
 CHUNK = 128
-SPEC = Spec(ORACLE.folder, ring_size="2", chunk_tokens=CHUNK, max_model_len=4096, pool_pages=600)
+SPEC = Spec(FOLDER, ring_size="2", chunk_tokens=CHUNK, max_model_len=4096, pool_pages=600)
 
 
 def some_ids(seed: int, num_tokens: int) -> list[int]:
     rng = random.Random(seed)
-    return [rng.randrange(ORACLE.vocab_size - 1) for _ in range(num_tokens)]
+    return [rng.randrange(VOCAB - 1) for _ in range(num_tokens)]
 
 
 def per_rank(cluster: Cluster, name: str) -> list[float]:
@@ -45,7 +47,7 @@ def test_the_transports_own_count_of_bytes_is_the_manifests(cluster: Cluster) ->
 
     seen = RouterForTests(cluster).run(some_ids(2, 1000), max_tokens=2)
 
-    layers, row_bytes = int(ORACLE.config["num_hidden_layers"]), (32 + 8) * 4
+    layers, row_bytes = 4, (32 + 8) * 4
     assert seen.admitted.relayed_bytes == seen.relayed_bytes == 1000 * layers * row_bytes
     assert settled_counter(cluster, "nixl_bytes_total", role="prefill") - before == seen.relayed_bytes
 

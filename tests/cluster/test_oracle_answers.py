@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cluster.cluster import Cluster, Spec, running
-from oracle_data import NAMES, PROMPT_LENGTHS, Oracle, load
+from oracle_data import LENGTHS, MAX_MODEL_LEN, NAMES, oracle_folder, recording
 
 # Model, ring size, prompt tokens per step (None = the whole prompt at once).
 CHOSEN = [("v2_yarn", 1, 100), ("v3_noaux", 3, 100), ("v3_dynamic_ntk", 3, 100), ("v3_odd_dims", 1, None)]
@@ -30,34 +30,31 @@ def case(request: pytest.FixtureRequest) -> tuple[str, int, int | None]:
 
 
 @pytest.fixture(scope="module")
-def oracle(case: tuple[str, int, int | None]) -> Oracle:
-    return load(case[0])
-
-
-@pytest.fixture(scope="module")
-def cluster(case: tuple[str, int, int | None], oracle: Oracle) -> Iterator[Cluster]:
-    _, ring_size, chunk = case
-    with running(Spec(oracle.folder, ring_size=str(ring_size), chunk_tokens=chunk or 2048)) as started:
+def cluster(case: tuple[str, int, int | None]) -> Iterator[Cluster]:
+    name, ring_size, chunk = case
+    with running(Spec(oracle_folder(name), ring_size=str(ring_size), chunk_tokens=chunk or MAX_MODEL_LEN)) as started:
         yield started
 
 
-@pytest.mark.parametrize("length", PROMPT_LENGTHS)
-def test_tokens_and_probabilities_are_the_recorded_ones(cluster: Cluster, oracle: Oracle, length: int) -> None:
-    prompt, greedy = oracle.prompt(length), oracle.greedy(length)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_tokens_and_probabilities_are_the_recorded_ones(
+    cluster: Cluster, case: tuple[str, int, int | None], length: int
+) -> None:
+    recorded = recording(case[0], length)
 
-    answer = cluster.generate(prompt.tolist(), max_tokens=len(greedy), logprobs=0)
+    answer = cluster.generate(recorded.prompt, max_tokens=len(recorded.greedy), logprobs=0)
 
-    assert answer.token_ids == greedy.tolist()
+    assert answer.token_ids == recorded.greedy
     assert [one.token_id for one in answer.logprobs] == answer.token_ids
-    for position, logits in zip(oracle.positions(length), oracle.logits(length), strict=True):
-        step = int(position) - (length - 1)  # the row at position p predicts token p + 1
-        if 0 <= step < len(greedy):
-            expected = logits[greedy[step]] - np.logaddexp.reduce(logits.astype(np.float64))
+    for position, logits in zip(recorded.positions, recorded.logits, strict=True):
+        step = position - (length - 1)  # the row at position p predicts token p + 1
+        if 0 <= step < len(recorded.greedy):
+            expected = logits[recorded.greedy[step]] - np.logaddexp.reduce(logits.astype(np.float64))
             assert answer.logprobs[step].logprob == pytest.approx(expected, abs=1e-3), f"step {step}"
 
 
-def test_usage_counts_the_prompt_and_the_answer(cluster: Cluster, oracle: Oracle) -> None:
-    answer = cluster.generate(oracle.prompt(64).tolist(), max_tokens=5)
+def test_usage_counts_the_prompt_and_the_answer(cluster: Cluster, case: tuple[str, int, int | None]) -> None:
+    answer = cluster.generate(recording(case[0], 64).prompt, max_tokens=5)
 
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (64, 5)
     assert answer.accepted.prompt_tokens == 64

@@ -5,19 +5,21 @@ from __future__ import annotations
 import random
 
 import pytest
-from oracle_data import load
 
-from cluster.cluster import Cluster, Spec
+from cluster.cluster import Cluster, Spec, vocab_size
 from cluster.one_process import greedy_alone
+from oracle_data import oracle_folder
 
-ORACLE = load("v3_noaux")
+ORACLE = "v3_noaux"
+FOLDER = oracle_folder(ORACLE)
+VOCAB = vocab_size(FOLDER)
 PAGE_TOKENS = 64
-SPEC = Spec(ORACLE.folder, ring_size="2", chunk_tokens=256, pool_pages=400)
+SPEC = Spec(FOLDER, ring_size="2", chunk_tokens=256, pool_pages=400)
 
 
 def some_ids(seed: int, num_tokens: int) -> list[int]:
     rng = random.Random(seed)
-    return [rng.randrange(ORACLE.vocab_size - 1) for _ in range(num_tokens)]
+    return [rng.randrange(VOCAB - 1) for _ in range(num_tokens)]
 
 
 def test_eight_clients_at_once_get_the_same_tokens_as_alone(cluster: Cluster) -> None:
@@ -53,7 +55,7 @@ def test_a_longer_prompt_reuses_the_shared_prefix(cluster: Cluster) -> None:
     answer = cluster.generate(longer, max_tokens=8)
 
     assert (answer.usage.cached_tokens, answer.usage.resident_tokens) == (512, 512)
-    assert answer.token_ids == greedy_alone(ORACLE.folder, longer, num_tokens=8)
+    assert answer.token_ids == greedy_alone(FOLDER, longer, num_tokens=8)
 
 
 def test_the_second_turn_of_a_chat_reuses_the_first_answer(cluster: Cluster) -> None:
@@ -66,7 +68,7 @@ def test_the_second_turn_of_a_chat_reuses_the_first_answer(cluster: Cluster) -> 
     # Prefill has the prompt's blocks; decode also has the full blocks of its own output.
     assert second.usage.cached_tokens == 192
     assert second.usage.resident_tokens in (192, 256)
-    assert second.token_ids == greedy_alone(ORACLE.folder, again, num_tokens=8)
+    assert second.token_ids == greedy_alone(FOLDER, again, num_tokens=8)
 
 
 @pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129])

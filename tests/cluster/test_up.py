@@ -14,14 +14,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from oracle_data import load
 
 from cluster.cluster import wait_until
 from kvrelay.bench import local_cluster
+from oracle_data import oracle_folder, recording
 
-ORACLE = load("v3_dense")
+ORACLE = "v3_dense"
+FOLDER = oracle_folder(ORACLE)
 SMALL = {"OMP_NUM_THREADS": "1", "KVRELAY_PREFILL_POOL_PAGES": "64", "KVRELAY_DECODE_POOL_PAGES": "64"}
-OPTIONS = ["--model", str(ORACLE.folder), "--ring-size", "1", "--listen", "127.0.0.1:0"]
+OPTIONS = ["--model", str(FOLDER), "--ring-size", "1", "--listen", "127.0.0.1:0"]
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_up_prints_one_line_and_drains_on_sigterm(up: subprocess.Popen[str], tmp
     everyone = family(up)
 
     prompt = tmp_path / "ids.json"
-    prompt.write_text(json.dumps(ORACLE.prompt(64).tolist()))
+    prompt.write_text(json.dumps(recording(ORACLE, 64).prompt))
     answer = cli("generate", "--token-ids", str(prompt), "--max-tokens", "24", "--endpoint", endpoint, "--json")
     up.send_signal(signal.SIGTERM)
 
@@ -86,7 +87,7 @@ def test_up_stops_while_it_is_still_starting(up: subprocess.Popen[str], tmp_path
 
 def a_copy(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
-    shutil.copytree(ORACLE.folder, folder)
+    shutil.copytree(FOLDER, folder)
     for file in folder.iterdir():
         file.chmod(0o644)
     return folder
@@ -116,7 +117,7 @@ def test_a_truncated_checkpoint_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_wrong_dtype_is_refused(tmp_path: Path) -> None:
-    done = cli("up", "--model", str(ORACLE.folder), "--dtype", "int4")
+    done = cli("up", "--model", str(FOLDER), "--dtype", "int4")
 
     assert done.returncode == 2
     assert "int4" in done.stderr
@@ -137,7 +138,7 @@ def test_a_model_that_does_not_fit_is_refused_at_once_with_the_bytes(tmp_path: P
     free = psutil.virtual_memory().available
     processes = free // 100_000 + 1  # a copy of these weights is larger than that
 
-    done = cli("up", "--model", str(ORACLE.folder), "--listen", "127.0.0.1:0", "--decode", str(processes))
+    done = cli("up", "--model", str(FOLDER), "--listen", "127.0.0.1:0", "--decode", str(processes))
 
     assert (done.returncode, done.stdout) == (1, "")
     assert "bytes" in done.stderr
@@ -159,7 +160,7 @@ def test_a_port_in_use_is_one_clear_error() -> None:
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
 
-        done = cli("up", "--model", str(ORACLE.folder), "--listen", address)
+        done = cli("up", "--model", str(FOLDER), "--listen", address)
 
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines() == [f"kvrelay: error: cannot listen on {address}: Address already in use"]

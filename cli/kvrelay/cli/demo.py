@@ -1,19 +1,19 @@
 """`make demo`: a cluster of real processes answers a long prompt, then a follow-up that reuses it, and goes away.
 
-The prompt is Python's own reference manual, which every interpreter carries, with one sentence hidden in the middle.
+The prompt is Python's own reference manual, which every interpreter carries, with two sentences hidden in it.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import grpc
-from kvrelay.model.embedded_path import embedded_checkpoint
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -22,13 +22,13 @@ from kvrelay.bench import local_cluster
 from kvrelay.cli import client
 from kvrelay.cli.progress import PrefillLine
 from kvrelay.core.errors import ServeError
+from kvrelay.model.embedded_path import embedded_checkpoint
 from kvrelay.proto.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 PROMPT_TOKENS = 4000
-NUMBER = "73914"
-FACT = f"\n\nThe secret number is {NUMBER}. Remember it.\n\n"
-QUESTION = "\n\nWhat is the secret number? The secret number is"
-FOLLOW_UP = " Say it once more. The secret number is"
+FACTS = (" The access code of the lighthouse is 73914.", " The colour of the lighthouse is green.")
+QUESTION = "What is the access code of the lighthouse?"
+FOLLOW_UP = "And its colour?"
 CLUSTER = ["--prefill", "1", "--ring-size", "2", "--decode", "1"]
 MAX_TOKENS = 24
 _TTFT = ("queue_ms", "tokenize_ms", "place_ms", "reserve_ms", "prefill_ms", "delivery_ms")
@@ -44,21 +44,28 @@ class Answer:
 
 
 def long_prompt(tokenizer: Tokenizer, *, num_tokens: int = PROMPT_TOKENS) -> str:
-    """Return about `num_tokens` tokens of the Python manual with the fact in its middle and the question at its end."""
+    """Return about `num_tokens` tokens of the Python manual with the facts inside and the question at the end."""
     manual = "\n\n".join(topics[name].strip() for name in sorted(topics))
-    room = num_tokens - len(tokenizer.encode(FACT + QUESTION).ids)
+    room = num_tokens - len(tokenizer.encode(" ".join((*FACTS, QUESTION))).ids)
     offsets = tokenizer.encode(manual[: num_tokens * 8]).offsets
-    half, whole = offsets[room // 2][0], offsets[room][0]
-    return manual[:half] + FACT + manual[half:whole] + QUESTION
+    third, half, whole = (_sentence_end(manual, offsets[place][0]) for place in (room // 3, room // 2, room))
+    return manual[:third] + FACTS[1] + manual[third:half] + FACTS[0] + manual[half:whole] + "\n\n" + QUESTION
 
 
-def ask(stub: inference_pb2_grpc.InferenceStub, prompt: str) -> Answer:
-    """Send one prompt, show the answer as it comes, and return it.
+def _sentence_end(text: str, place: int) -> int:
+    """Return where the sentence that reaches over `place` ends."""
+    return text.index(". ", place) + 1
+
+
+def ask(stub: inference_pb2_grpc.InferenceStub, conversation: Sequence[str]) -> Answer:
+    """Send a conversation (user, assistant, user, ...), show the answer as it comes, and return it.
 
     Raises:
         grpc.RpcError: the request failed.
     """
-    request = inference_pb2.GenerateRequest(text=prompt, sampling=common_pb2.Sampling(max_tokens=MAX_TOKENS))
+    request = inference_pb2.GenerateRequest(sampling=common_pb2.Sampling(max_tokens=MAX_TOKENS))
+    for number, content in enumerate(conversation):
+        request.chat.messages.add(role=("user", "assistant")[number % 2], content=content)
     answer = Answer()
     with PrefillLine() as line:
         for event in stub.Generate(request, timeout=120):
@@ -115,12 +122,12 @@ def main() -> int:
     try:
         with local_cluster.running(CLUSTER, show=True) as cluster, client.connect(cluster.endpoint) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
-            console.rule(f"a prompt of {len(prompt):,} characters, with a number hidden in its middle")
-            console.print(f"…{prompt[-len(QUESTION) :].strip()}", style="dim", markup=False)
-            first = ask(stub, prompt)
-            console.rule("a follow-up: the same prompt, its answer, and another question")
-            console.print(f"…{FOLLOW_UP}", style="dim", markup=False)
-            second = ask(stub, prompt + first.text + FOLLOW_UP)
+            console.rule(f"a prompt of {len(prompt):,} characters: Python's manual with two facts hidden in it")
+            console.print(f"... {QUESTION}", style="dim")
+            first = ask(stub, [prompt])
+            console.rule("a follow-up: what was said before is not computed again")
+            console.print(f"... {FOLLOW_UP}", style="dim")
+            second = ask(stub, [prompt, first.text, FOLLOW_UP])
             report(console, {"first prompt": first, "follow-up": second})
             console.rule("stopping")
     except grpc.RpcError as err:

@@ -29,9 +29,14 @@ def check(model: str, *, dtype: str, num_processes: int) -> None:
 
 def _main(model: str, dtype: str, num_processes: int) -> None:
     import torch  # noqa: PLC0415 - the supervisor imports this module
+
     from kvrelay.model.checkpoint import weights_bytes  # noqa: PLC0415
+    from kvrelay.model.checkpoint_files import CheckpointFiles  # noqa: PLC0415
+    from kvrelay.model.config import load_config  # noqa: PLC0415
 
     on_cpu = not torch.cuda.is_available()
+    with CheckpointFiles(Path(model), load_config(Path(model))):
+        pass  # opening checks that the files are there, whole, and what the config says
     one = weights_bytes(Path(model), "float32" if dtype == "auto" and on_cpu else dtype)
     free = psutil.virtual_memory().available
     if on_cpu and one * num_processes > free:
