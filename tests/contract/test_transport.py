@@ -47,9 +47,14 @@ def wait_for(question: Callable[[], Any], *, within_s: float = 20.0) -> Any:
     raise AssertionError("it did not happen in time")
 
 
-def ended(party: Party, handle: int) -> Any:
-    progress = party.progress(handle)
-    return progress if progress[0] != "Pending" else None
+def outcome(party: Party, handle: int, *, within_s: float = 20.0) -> Any:
+    """Return how a write ended, as a list: Done and its bytes, or Failed and why."""
+
+    def ended() -> Any:
+        progress = party.progress(handle)
+        return progress if progress[0] != "Pending" else None
+
+    return wait_for(ended, within_s=within_s)
 
 
 def test_when_the_notice_is_in_all_bytes_are(pair: tuple[Party, Party]) -> None:
@@ -57,7 +62,7 @@ def test_when_the_notice_is_in_all_bytes_are(pair: tuple[Party, Party]) -> None:
     want = writer.fill(0, 64 * MIB, seed=1)
 
     handle = writer.post("reader", [(0, 32 * MIB, 64 * MIB)], f"{32 * MIB}:{64 * MIB}")
-    wait_for(lambda: ended(writer, handle))
+    outcome(writer, handle)
 
     assert wait_for(lambda: reader.landed(f"{32 * MIB}:{64 * MIB}")) == want
 
@@ -68,7 +73,7 @@ def test_scattered_pieces_land_in_their_places(pair: tuple[Party, Party]) -> Non
     order = [(i * 37) % 100 for i in range(100)]
 
     handle = writer.post("reader", [(i * 100_000, order[i] * 80_000, 73_728) for i in range(100)], "all")
-    wait_for(lambda: ended(writer, handle))
+    outcome(writer, handle)
     wait_for(reader.notices)
 
     assert [reader.digest(order[i] * 80_000, 73_728) for i in range(100)] == digests
@@ -79,7 +84,7 @@ def test_each_write_announces_itself_once(pair: tuple[Party, Party]) -> None:
 
     handles = [writer.post("reader", [(0, i * 1000, 999)], f"part {i}") for i in range(200)]
     for handle in handles:
-        wait_for(lambda handle=handle: ended(writer, handle))
+        outcome(writer, handle)
         writer.release(handle)
     wait_for(lambda: len(reader.notices()) >= 200)
 
@@ -93,7 +98,7 @@ def test_the_bytes_counted_are_the_bytes_posted(pair: tuple[Party, Party]) -> No
     counted = []
     for size in sizes:
         handle = writer.post("reader", [(0, 0, size), (size, 2 * size, size)], "x")
-        counted.append(wait_for(lambda handle=handle: ended(writer, handle)))
+        counted.append(outcome(writer, handle))
 
     assert counted == [["Done", 2 * size] for size in sizes]
     [total] = [value for name, value in writer.counted().items() if name.endswith("_bytes_total")]
@@ -106,17 +111,17 @@ def test_a_fence_that_is_done_comes_after_everything_posted_before(pair: tuple[P
 
     data = [writer.post("reader", [(i * 8 * MIB, i * 8 * MIB, 8 * MIB)], f"part {i}") for i in range(8)]
     fence = writer.fence("reader", 77, 4242)
-    wait_for(lambda: ended(writer, fence))
+    outcome(writer, fence)
 
     assert reader.cell(77) == 4242
     assert reader.digest(0, 64 * MIB) == want
-    assert all(wait_for(lambda handle=handle: ended(writer, handle))[0] == "Done" for handle in data)
+    assert all(outcome(writer, handle)[0] == "Done" for handle in data)
 
 
 def test_a_fence_announces_nothing(pair: tuple[Party, Party]) -> None:
     writer, reader = pair
 
-    wait_for(lambda fence=writer.fence("reader", 1, 5): ended(writer, fence))
+    outcome(writer, writer.fence("reader", 1, 5))
 
     assert reader.cell(1) == 5
     assert reader.notices() == []
@@ -151,27 +156,27 @@ def test_a_known_peer_can_be_connected_again_and_after_it_was_forgotten(pair: tu
 
     writer.connect(**reader.address())
     first = writer.post("reader", [(0, 0, 10)], "first")
-    wait_for(lambda: ended(writer, first))
+    outcome(writer, first)
     writer.release(first)
     writer.disconnect("reader")
     writer.connect(**reader.address())
     second = writer.post("reader", [(0, 0, 10)], "second")
 
-    assert wait_for(lambda: ended(writer, second)) == ["Done", 10]
+    assert outcome(writer, second) == ["Done", 10]
 
 
 def test_a_dead_peer_fails_its_own_writes_only(pair: tuple[Party, Party], new_party: NewParty) -> None:
     writer, reader = pair
     other = new_party("other")
     writer.connect(**other.address())
-    wait_for(lambda handle=writer.post("reader", [(0, 0, 10)], "x"): ended(writer, handle))
+    outcome(writer, writer.post("reader", [(0, 0, 10)], "x"))
 
     reader.kill()
     lost = writer.post("reader", [(0, 0, 64 * MIB)], "lost")
     kept = writer.post("other", [(0, 0, 8 * MIB)], "kept")
 
-    assert wait_for(lambda: ended(writer, lost), within_s=60)[0] == "Failed"
-    assert wait_for(lambda: ended(writer, kept)) == ["Done", 8 * MIB]
+    assert outcome(writer, lost, within_s=60)[0] == "Failed"
+    assert outcome(writer, kept) == ["Done", 8 * MIB]
     assert wait_for(other.notices) == [["writer", "kept"]]
 
 
@@ -183,7 +188,7 @@ def test_a_restarted_peer_is_reached_under_its_new_name(pair: tuple[Party, Party
     writer.connect(**again.address())
     handle = writer.post("reader", [(0, 0, MIB)], "hello")
 
-    assert wait_for(lambda: ended(writer, handle)) == ["Done", MIB]
+    assert outcome(writer, handle) == ["Done", MIB]
     assert wait_for(again.notices) == [["writer", "hello"]]
 
 
@@ -195,7 +200,7 @@ def test_a_stopped_writer_lands_everything_when_it_goes_on(pair: tuple[Party, Pa
     time.sleep(0.5)
     os.kill(writer.process.pid, signal.SIGCONT)
 
-    assert wait_for(lambda: ended(writer, handle)) == ["Done", 64 * MIB]
+    assert outcome(writer, handle) == ["Done", 64 * MIB]
     assert wait_for(lambda: reader.landed(f"0:{64 * MIB}")) == want
 
 

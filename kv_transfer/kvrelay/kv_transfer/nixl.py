@@ -13,6 +13,7 @@ What this file relies on was measured with NIXL 1.5.1 over tcp, shm and cma on C
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,14 +54,27 @@ class NixlTransport:
 
     name = NAME
 
-    def __init__(self, *, agent_name: str, pool: Region, pool_pages: int, cells: Cells, counters: Counters) -> None:
+    def __init__(
+        self,
+        *,
+        agent_name: str,
+        pool: Region,
+        pool_pages: int,
+        cells: Cells,
+        counters: Counters,
+        net_devices: str = "",
+        tcp_port_range: str = "",
+    ) -> None:
         """Create the agent and register both regions.
 
-        UCX reads its own variables (UCX_NET_DEVICES, UCX_TCP_PORT_RANGE, UCX_TLS) now; set them before.
+        Args:
+            net_devices, tcp_port_range: for UCX, which otherwise listens on random ports of every interface, without
+                authentication; empty = its choice.
 
         Raises:
             TransferError: NIXL cannot start or refuses the memory.
         """
+        _configure_ucx(net_devices=net_devices, tcp_port_range=tcp_port_range)
         self._errors = _nixl_errors()
         self._agent = _new_agent(agent_name, self._errors)
         self._pool, self._cells, self._counters = pool, cells, counters
@@ -194,6 +208,15 @@ def _descriptors(region: Region, offsets: Any, sizes: Any) -> Any:
     table[:, 1] = sizes
     table[:, 2] = _device(region)
     return table
+
+
+def _configure_ucx(*, net_devices: str, tcp_port_range: str) -> None:
+    """Set what UCX reads when it is loaded, by the next import of NIXL."""
+    os.environ["UCX_LOG_FILE"] = "stderr"  # the default is stdout, which belongs to our ready line
+    if net_devices:
+        os.environ["UCX_NET_DEVICES"] = net_devices
+    if tcp_port_range:
+        os.environ["UCX_TCP_PORT_RANGE"] = tcp_port_range
 
 
 def _nixl_errors() -> tuple[type[Exception], ...]:

@@ -1,0 +1,149 @@
+"""The writes of one rank under one epoch: posted in order, watched until they end, fenced when given up.
+
+Lives on the transfer thread; what it finds out it reports as events of the writer's session.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvrelay.core.errors import TransferError
+from kvrelay.core.types import Counters
+from kvrelay.kv_transfer.plan import Copy
+from kvrelay.kv_transfer.transport import Done, Failed, Handle, Transport
+from kvrelay.kv_transfer.values import FenceProof
+from kvrelay.kv_transfer.writer_table import Drained, FenceDone, FenceFailed, WriteFailed
+
+TransferEvent = WriteFailed | Drained | FenceDone | FenceFailed
+OnTransferEvents = Callable[[tuple[TransferEvent, ...]], None]
+# Enough to keep a link busy; few enough that polling them all is cheap and that giving up finds most parts unposted.
+_MOST_IN_FLIGHT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Posting:
+    """One part, ready to be written. Its source bytes stay as they are until the writes have drained."""
+
+    copies: tuple[Copy, ...]
+    notice: bytes
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """Not locked: the transfer thread owns it."""
+
+    peer: str
+    fence_cell: int
+    fence_value: int
+    on_events: OnTransferEvents
+    failure: str | None = None
+    closed: bool = False  # nobody will ask for anything any more
+    _waiting: deque[Posting] = field(default_factory=deque)
+    _in_flight: list[Handle] = field(default_factory=list)
+    _num_posted: int = 0
+    _ends: bool = False  # no part will be added
+    _drained: bool = False
+    _fences: bool = False
+    _fence_settled: bool = False  # its outcome was reported
+    _fence: Handle | None = None
+
+    @property
+    def busy(self) -> bool:
+        """True while there is something to post or to poll."""
+        return bool(self._waiting or self._in_flight or self._fence is not None)
+
+    def add(self, posting: Posting) -> None:
+        if not self._ends and self.failure is None:
+            self._waiting.append(posting)
+
+    def finish(self) -> None:
+        """No part will follow: report Drained when every handle has ended."""
+        self._ends = True
+
+    def stop_and_fence(self) -> None:
+        """Post nothing more and prove that nothing more lands."""
+        self._waiting.clear()
+        self._ends = self._fences = True
+
+    def fail(self, reason: str) -> tuple[TransferEvent, ...]:
+        """Note the first failure; the session decides what follows."""
+        self._waiting.clear()
+        if self.failure is not None:
+            return ()
+        self.failure = reason
+        return (WriteFailed(reason),)
+
+    def step(self, transport: Transport, counters: Counters) -> bool:
+        """Poll everything, post at most one part (other writers wait too), and return whether anything moved."""
+        before = len(self._in_flight)
+        events = [*self._poll(transport, counters)]
+        moved = len(self._in_flight) != before
+        if self._waiting and len(self._in_flight) < _MOST_IN_FLIGHT:
+            events += self._post(transport, counters)
+            moved = True
+        if self._ends and not self._waiting and not self._in_flight and not self._drained:
+            self._drained = True
+            events.append(Drained())
+        if self._fences:
+            events += self._step_fence(transport)
+        if events:
+            self.on_events(tuple(events))
+        return moved or bool(events)
+
+    def _poll(self, transport: Transport, counters: Counters) -> list[TransferEvent]:
+        events: list[TransferEvent] = []
+        still: list[Handle] = []
+        for handle in self._in_flight:
+            progress = transport.poll(handle)
+            if isinstance(progress, Done):
+                counters.add("bytes_written_total", progress.num_bytes)
+            elif isinstance(progress, Failed):
+                counters.add("parts_failed_total")
+                events += self.fail(progress.reason)
+            else:
+                still.append(handle)
+                continue
+            transport.release(handle)
+        self._in_flight = still
+        return events
+
+    def _post(self, transport: Transport, counters: Counters) -> tuple[TransferEvent, ...]:
+        posting = self._waiting.popleft()
+        try:
+            self._in_flight.append(transport.post(self.peer, posting.copies, posting.notice))
+        except TransferError as err:
+            return self.fail(str(err))
+        self._num_posted += 1
+        counters.add("parts_posted_total")
+        return ()
+
+    def _step_fence(self, transport: Transport) -> list[TransferEvent]:
+        """Report the first proof there is; keep polling a fence write until it has ended."""
+        if not self._fence_settled:
+            if self._num_posted == 0:
+                return self._settle_fence(FenceDone(FenceProof.NOTHING_POSTED))
+            if not self._in_flight and self.failure is None:
+                return self._settle_fence(FenceDone(FenceProof.HANDLES_DONE))
+            if self._fence is None:
+                try:
+                    self._fence = transport.write_fence(self.peer, self.fence_cell, self.fence_value)
+                except TransferError as err:
+                    return self._settle_fence(FenceFailed(str(err)))
+        if self._fence is None:
+            return []
+        progress = transport.poll(self._fence)
+        if not isinstance(progress, Done | Failed):
+            return []
+        transport.release(self._fence)
+        self._fence = None
+        if isinstance(progress, Done):
+            return self._settle_fence(FenceDone(FenceProof.CELL_WRITTEN))
+        return self._settle_fence(FenceFailed(progress.reason))
+
+    def _settle_fence(self, outcome: FenceDone | FenceFailed) -> list[TransferEvent]:
+        if self._fence_settled:
+            return []
+        self._fence_settled = True
+        return [outcome]
