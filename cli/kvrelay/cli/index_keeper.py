@@ -20,11 +20,11 @@ class IndexKeeper:
         self._server: EmbeddedServer | None = None
         self._keeper: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Return when the server answers; `url` is its address from then on."""
         if not self._embedded:
             return
-        self._server = await asyncio.to_thread(EmbeddedServer.start)
+        self._server = EmbeddedServer.start()  # in this thread: the server ends with the one that started it
         self.url = self._server.url
         self._keeper = asyncio.create_task(self._keep(self._server.port))
 
@@ -33,7 +33,7 @@ class IndexKeeper:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         if self._server is not None:
-            await asyncio.to_thread(self._server.stop)
+            self._server.stop()
 
     async def _keep(self, port: int) -> None:
         while True:
@@ -41,4 +41,4 @@ class IndexKeeper:
             assert self._server is not None
             if not self._server.alive:
                 self._say("the index server ended; restarting it, empty")
-                self._server = await asyncio.to_thread(EmbeddedServer.start, port=port)
+                self._server = EmbeddedServer.start(port)

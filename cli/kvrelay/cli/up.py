@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
-from kvrelay.model.embedded_path import embedded_checkpoint
-
 from kvrelay.cli import fit
 from kvrelay.cli.children import Command
 from kvrelay.cli.index_keeper import IndexKeeper
@@ -23,6 +21,7 @@ from kvrelay.cli.supervisor import Supervisor
 from kvrelay.core.clock import monotonic
 from kvrelay.core.errors import SettingsError
 from kvrelay.core.lifecycle import StopSignals
+from kvrelay.model.embedded_path import embedded_checkpoint
 
 STOP_ORDER = ("router", "prefill", "decode")  # nobody loses a peer that it still needs
 
@@ -110,7 +109,7 @@ async def _serve(plan: UpPlan, run_folder: Path) -> int:
     index = IndexKeeper(plan.index, say)
     supervisor = Supervisor(say)
     try:
-        await index.start()
+        index.start()
         commands = commands_of(plan, index_url=index.url, num_cores=num_cores, run_folder=run_folder)
         work = asyncio.create_task(_run(plan, supervisor, commands, say))
         asked = asyncio.create_task(stop.wait())
