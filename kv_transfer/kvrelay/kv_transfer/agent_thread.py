@@ -41,7 +41,7 @@ class _Drain:
 
 
 class TransferThread:
-    """Start it once per process. Every method may be called from any thread and returns at once, but for start and stop.
+    """Start it once per process. Any thread may call any method; all but start and stop return at once.
 
     A writer's key is any text that is unique in this process; events of one key come in order.
     """
@@ -49,9 +49,11 @@ class TransferThread:
     def __init__(
         self, make_transport: MakeTransport, *, on_fatal: Callable[[], None], clock: Clock = monotonic
     ) -> None:
-        """Args:
-        make_transport: called on the thread; the transport counts into what it is given.
-        on_fatal: called on the thread when it dies of a bug; the process should end with a new incarnation.
+        """Prepare the thread.
+
+        Args:
+            make_transport: called on the thread; the transport counts into what it is given.
+            on_fatal: called on the thread when it dies of a bug; the process should end with a new incarnation.
         """
         self.counters = Counters()
         self._make_transport = make_transport
@@ -88,11 +90,9 @@ class TransferThread:
     def open_writer(
         self, key: str, address: Address, *, fence_cell: int, fence_value: int, on_events: OnTransferEvents
     ) -> None:
-        self._put(
-            lambda transport: self._open_writer(
-                transport, key, address, Outgoing(address.agent_name, fence_cell, fence_value, on_events)
-            )
-        )
+        """Connect to a peer and take parts for it; `fence_value` is what a fence writes into the peer's `fence_cell`."""
+        outgoing = Outgoing(address.agent_name, fence_cell, fence_value, on_events)
+        self._put(lambda transport: self._open_writer(transport, key, address, outgoing))
 
     def post_part(self, key: str, posting: Posting) -> None:
         self._put(lambda _: self._outgoing[key].add(posting))

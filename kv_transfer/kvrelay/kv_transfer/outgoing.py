@@ -121,22 +121,25 @@ class Outgoing:
 
     def _step_fence(self, transport: Transport) -> list[TransferEvent]:
         """Report the first proof there is; keep polling a fence write until it has ended."""
+        if self._fence is not None:
+            return self._poll_fence(transport, self._fence)
+        if self._num_posted == 0:
+            return self._settle_fence(FenceDone(FenceProof.NOTHING_POSTED))
+        if not self._in_flight and self.failure is None:
+            return self._settle_fence(FenceDone(FenceProof.HANDLES_DONE))
         if not self._fence_settled:
-            if self._num_posted == 0:
-                return self._settle_fence(FenceDone(FenceProof.NOTHING_POSTED))
-            if not self._in_flight and self.failure is None:
-                return self._settle_fence(FenceDone(FenceProof.HANDLES_DONE))
-            if self._fence is None:
-                try:
-                    self._fence = transport.write_fence(self.peer, self.fence_cell, self.fence_value)
-                except TransferError as err:
-                    return self._settle_fence(FenceFailed(str(err)))
-        if self._fence is None:
-            return []
-        progress = transport.poll(self._fence)
+            try:
+                self._fence = transport.write_fence(self.peer, self.fence_cell, self.fence_value)
+            except TransferError as err:
+                return self._settle_fence(FenceFailed(str(err)))
+        return []
+
+    def _poll_fence(self, transport: Transport, fence: Handle) -> list[TransferEvent]:
+        progress = transport.poll(fence)
         if not isinstance(progress, Done | Failed):
-            return []
-        transport.release(self._fence)
+            all_done = not self._in_flight and self.failure is None
+            return self._settle_fence(FenceDone(FenceProof.HANDLES_DONE)) if all_done else []
+        transport.release(fence)
         self._fence = None
         if isinstance(progress, Done):
             return self._settle_fence(FenceDone(FenceProof.CELL_WRITTEN))
