@@ -6,9 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvrelay.core.errors import CapacityError, InvalidRequestError
-from kvrelay.decode_node.admission import Grant, Limits, PageAccount, PageBook, output_tokens
-
-LIMITS = Limits(max_model_tokens=1000, vocab_size=256, cache_window_tokens=None)
+from kvrelay.decode_node.admission import Grant, PageAccount, PageBook
 
 
 def a_book(num_pages: int) -> PageBook:
@@ -24,17 +22,6 @@ def test_pages_cover_prompt_and_output_up_front() -> None:
 def test_a_request_no_empty_node_could_hold_is_invalid_and_named_in_pages() -> None:
     with pytest.raises(InvalidRequestError, match="need 11 pages of 64 tokens; this node has 10"):
         a_book(10).reserve(prompt_tokens=640, max_tokens=2, hashes=[])
-
-
-def test_a_request_over_the_context_limit_is_invalid() -> None:
-    with pytest.raises(InvalidRequestError, match="990 prompt tokens and 11 to generate are over the limit of 1000"):
-        output_tokens(prompt_tokens=990, max_tokens=11, limits=LIMITS)
-    with pytest.raises(InvalidRequestError, match="1000"):
-        output_tokens(prompt_tokens=1000, max_tokens=0, limits=LIMITS)
-
-
-def test_no_wanted_number_of_tokens_means_all_that_fit() -> None:
-    assert output_tokens(prompt_tokens=990, max_tokens=0, limits=LIMITS) == 10
 
 
 def test_no_room_now_names_pages_wanted_free_and_evictable_and_takes_nothing() -> None:

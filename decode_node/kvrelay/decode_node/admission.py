@@ -14,15 +14,6 @@ from kvrelay.kvcache.prefix_cache import PrefixCache
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a request may ask for."""
-
-    max_model_tokens: int  # prompt plus output
-    vocab_size: int
-    cache_window_tokens: int | None  # longer requests neither use nor fill the prefix cache; None = no such limit
-
-
-@dataclass(frozen=True, slots=True)
 class Grant:
     """Pages of one request; it holds each of them once."""
 
@@ -40,23 +31,6 @@ class PageAccount:
     cached: int  # only the prefix cache holds them
     pinned: int  # requests and hand-offs hold them
     quarantined: int  # a writer whose end is not proven may still write into them
-
-
-def output_tokens(*, prompt_tokens: int, max_tokens: int, limits: Limits) -> int:
-    """Return how many tokens a request may generate; max_tokens = 0 asks for all that fit.
-
-    Raises:
-        InvalidRequestError: prompt and output are longer than the model allows, or the prompt is empty.
-    """
-    if prompt_tokens < 1:
-        raise InvalidRequestError("the prompt is empty")
-    room = limits.max_model_tokens - prompt_tokens
-    if room < max(max_tokens, 1):
-        raise InvalidRequestError(
-            f"{prompt_tokens} prompt tokens and {max_tokens} to generate are over the limit of "
-            f"{limits.max_model_tokens} tokens"
-        )
-    return max_tokens or room
 
 
 class PageBook:

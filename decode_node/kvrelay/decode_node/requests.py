@@ -1,0 +1,108 @@
+"""One request on a decode node, from Reserve to its last token, as the asyncio thread sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.core import prefix_hash
+from kvrelay.core.errors import ServeError
+from kvrelay.core.types import Epoch, FinishReason, Incarnation, SampledToken, Sampling
+from kvrelay.kv_transfer.values import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a router wants reserved. Filled by the servicer."""
+
+    request: Request
+    node: Incarnation  # the incarnation the router chose
+    writer: Incarnation
+    ring_size: int
+    prompt_T: npt.NDArray[np.int32]  # output that was sent before a retry included
+    num_sent_tokens: int
+    sampling: Sampling
+    fingerprint: bytes
+    prefix_seed: bytes
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The request joined the running batch; parts of the time since rank 0's manifest."""
+
+    resident_tokens: int
+    exposed_relay_s: float
+    verify_s: float
+    admit_s: float
+    relayed_bytes: int
+    early_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    reason: FinishReason
+    step_s: float  # mean
+    num_tokens: int
+
+
+Event = Admitted | SampledToken | Done | ServeError
+
+
+class Phase(Enum):
+    WAITING = "waiting"  # pages are reserved, latents arrive
+    RUNNING = "running"  # the step thread uses the pages
+    LEAVING = "leaving"  # given up, but the step thread may still use the pages
+    OVER = "over"  # kept until its stream has been told
+
+
+@dataclass(slots=True)
+class Record:
+    """State of one epoch. Owned by the asyncio thread."""
+
+    epoch: Epoch
+    ask: Ask
+    max_tokens: int  # to generate, the first token included
+    pages: tuple[int, ...]  # in token order, for prompt and output
+    resident_tokens: int
+    hashes: list[bytes] | None  # of the prompt's full blocks; None: neither uses nor fills the cache
+    deadline_s: float
+    renewed_s: float  # last sign of life of the holder
+    phase: Phase = Phase.WAITING
+    has_stream: bool = False
+    error: ServeError | None = None  # why we gave up
+    admitted: Admitted | None = None  # lacks its admit_s until the step thread has taken the request
+    sealed_s: float = 0.0
+    output: list[int] = field(default_factory=list)  # the first token included
+    num_steps: int = 0
+    steps_s: float = 0.0
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+
+    @property
+    def key(self) -> int:
+        return self.epoch.counter
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.ask.prompt_T.shape[0])
+
+    @property
+    def is_active(self) -> bool:
+        return self.phase is not Phase.OVER
+
+    def done(self, reason: FinishReason) -> Done:
+        return Done(reason, self.steps_s / max(self.num_steps, 1), self.num_steps)
+
+    def written_hashes(self, block_tokens: int) -> list[bytes]:
+        """Return the names of all full blocks whose rows are written: of the prompt and of the fed-back output."""
+        if self.hashes is None:
+            return []
+        fed = np.array(self.output[: self.num_steps], dtype=np.int32)
+        start = len(self.hashes) * block_tokens
+        parent = self.hashes[-1] if self.hashes else self.ask.prefix_seed
+        rest_T = np.concatenate((self.ask.prompt_T[start:], fed))
+        return self.hashes + prefix_hash.chain(parent, rest_T, block_tokens=block_tokens)

@@ -1,0 +1,175 @@
+"""The step thread: it alone owns the scheduler and the device, and it never waits for the network.
+
+Commands come by queue and are obeyed between two steps, never during one. What happened goes back to the event loop by
+call_soon_threadsafe, once per step for all sequences. With nothing to run the thread blocks on its queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrelay.core.clock import Clock, monotonic
+from kvrelay.core.errors import ServeError
+from kvrelay.core.types import FinishReason, SampledToken
+from kvrelay.decode_node.engine import DecodeEngine, SequenceState
+from kvrelay.decode_node.scheduler import DecodeScheduler, Sequence
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Let a sequence take part; its page table and sampler come with it."""
+
+    sequence: Sequence
+    state: SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Stop a sequence, running or not; answered by `Left`."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    key: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The step thread will not touch the pages of this sequence again."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a step did for one sequence: a token, or the error that ends it."""
+
+    key: int
+    token: SampledToken | ServeError
+    finish: FinishReason | None  # set: the sequence has ended with this token
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """One step. Sequences that ended in it are not touched again."""
+
+    chosen: tuple[Chosen, ...]
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """A bug ended the step thread; nothing is touched again."""
+
+    reason: str
+
+
+Report = Joined | Left | Stepped | Crashed
+
+
+class StepThread:
+    """Runs steps until it is stopped."""
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        *,
+        max_batch: int,
+        loop: asyncio.AbstractEventLoop,
+        on_report: Callable[[Report], None],
+        clock: Clock = monotonic,
+    ) -> None:
+        self._engine = engine
+        self._scheduler = DecodeScheduler(max_batch=max_batch)
+        self._states: dict[int, SequenceState] = {}
+        self._loop = loop
+        self._on_report = on_report
+        self._clock = clock
+        self._commands: queue.SimpleQueue[Join | Leave | None] = queue.SimpleQueue()
+        self._busy_since_s: float | None = None  # last sign of progress; None while there is nothing to do
+        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self, sequence: Sequence, state: SequenceState) -> None:
+        """Let a sequence take part from the next step on. Any thread."""
+        self._commands.put(Join(sequence, state))
+
+    def leave(self, key: int) -> None:
+        """Stop a sequence; `Left` is reported in any case. Any thread."""
+        self._commands.put(Leave(key))
+
+    def stop(self) -> None:
+        """End the thread after the step in work and wait for it."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def stuck_s(self) -> float:
+        """Return for how long there has been work without a step that ended. Any thread."""
+        since_s = self._busy_since_s
+        return 0.0 if since_s is None else self._clock() - since_s
+
+    def _run(self) -> None:
+        try:
+            while self._obey_commands():
+                if batch := self._scheduler.plan():
+                    self._report(self._step(batch))
+        except Exception as err:  # the outermost edge of this thread
+            _log.exception("the step thread ends by a bug")
+            self._report(Crashed(f"{type(err).__name__}: {err}"))
+
+    def _obey_commands(self) -> bool:
+        """Obey what was asked; block while there is nothing to run. False: the thread is to end."""
+        while True:
+            if not len(self._scheduler) and self._commands.empty():
+                self._busy_since_s = None
+            try:
+                command = self._commands.get(block=not len(self._scheduler))
+            except queue.Empty:
+                return True
+            self._busy_since_s = self._clock()
+            match command:
+                case None:
+                    return False
+                case Join(sequence, state):
+                    self._scheduler.join(sequence)
+                    self._states[sequence.key] = state
+                    self._report(Joined(sequence.key, self._clock()))
+                case Leave(key):
+                    self._scheduler.leave(key)
+                    self._states.pop(key, None)
+                    self._report(Left(key))
+
+    def _step(self, batch: tuple[Sequence, ...]) -> Stepped:
+        began_s = self._clock()
+        tokens = self._engine.step(batch, [self._states[sequence.key] for sequence in batch])
+        chosen = tuple(self._take(sequence.key, token) for sequence, token in zip(batch, tokens, strict=True))
+        self._busy_since_s = ended_s = self._clock()
+        return Stepped(chosen, ended_s - began_s)
+
+    def _take(self, key: int, token: SampledToken | ServeError) -> Chosen:
+        if isinstance(token, ServeError):
+            self._scheduler.leave(key)
+            finish = None
+        else:
+            finish = self._scheduler.take(key, token.token_id)
+        if finish is not None or isinstance(token, ServeError):
+            del self._states[key]
+        return Chosen(key, token, finish)
+
+    def _report(self, report: Report) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._on_report, report)
+        except RuntimeError:  # the loop is closed: the process is ending and nobody listens
+            _log.debug("%s came after the event loop had ended", type(report).__name__)

@@ -1,0 +1,178 @@
+"""The step thread over a real model: whatever joins and leaves, each sequence gets the tokens it gets alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from kvrelay.core.types import FinishReason, SampledToken, Sampling
+from kvrelay.decode_node.engine import DecodeEngine, SequenceState
+from kvrelay.decode_node.runner import Crashed, Joined, Left, Report, Stepped, StepThread
+from kvrelay.decode_node.scheduler import Sequence
+from kvrelay.kvcache.pool import LatentPool
+from kvrelay.model.checkpoint import load_model
+from kvrelay.model.sampler import SamplerState
+from kvrelay.model.single import SingleEngine
+from kvrelay.model.transformer import Model
+from oracle_data import LENGTHS, MAX_MODEL_LEN, oracle_folder, recording
+
+ORACLE = "v2_lite_greedy"
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    folder = oracle_folder(ORACLE)
+    return load_model(folder, dtype="float32", device=torch.device("cpu"), max_model_len=MAX_MODEL_LEN)
+
+
+@dataclass(slots=True)
+class Steps:
+    """A step thread, and what it reported."""
+
+    thread: StepThread
+    engine: SingleEngine  # prefills into the same pool
+    reports: list[Report] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_report(self, report: Report) -> None:
+        self.reports.append(report)
+        self.arrived.set()
+
+    def join(self, key: int, prompt: list[int], *, num_tokens: int = 24) -> int:
+        """Prefill a prompt and let it take part; return the first token."""
+        return self.join_all({key: prompt}, num_tokens=num_tokens)[0]
+
+    def join_all(self, prompts: dict[int, list[int]], *, num_tokens: int = 24) -> list[int]:
+        """Prefill prompts and then let them take part all at once; return the first tokens."""
+        ready = []
+        for key, prompt in prompts.items():
+            session = self.engine.open(len(prompt) + num_tokens)
+            first = int(self.engine.prefill(session, prompt)[-1].argmax())
+            sequence = Sequence(key, len(prompt), first, num_tokens - 1, frozenset())
+            ready.append((sequence, SequenceState(session.pages, SamplerState(Sampling(num_tokens), prompt))))
+        for sequence, state in ready:
+            self.thread.join(sequence, state)
+        return [sequence.last_token for sequence, _ in ready]
+
+    def tokens(self, key: int) -> list[int]:
+        chosen = [one for report in self.reports if isinstance(report, Stepped) for one in report.chosen]
+        return [one.token.token_id for one in chosen if one.key == key and isinstance(one.token, SampledToken)]
+
+    def ended(self) -> dict[int, FinishReason]:
+        chosen = [one for report in self.reports if isinstance(report, Stepped) for one in report.chosen]
+        return {one.key: one.finish for one in chosen if one.finish is not None}
+
+    async def until(self, *, num_ended: int) -> None:
+        while len(self.ended()) < num_ended:
+            self.arrived.clear()
+            await asyncio.wait_for(self.arrived.wait(), 30)
+            assert not any(isinstance(report, Crashed) for report in self.reports)
+
+
+@pytest.fixture
+async def steps(model: Model) -> AsyncIterator[Steps]:
+    pool = LatentPool(model.layout(block_tokens=64), 400, torch.device("cpu"))
+    engine = DecodeEngine(model, pool)
+    engine.warm_up()
+    made: Steps
+    thread = StepThread(
+        engine, max_batch=16, loop=asyncio.get_running_loop(), on_report=lambda report: made.on_report(report)
+    )
+    made = Steps(thread, SingleEngine(model, pool))
+    thread.start()
+    yield made
+    thread.stop()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+async def test_the_tokens_of_one_sequence_are_the_recorded_ones(steps: Steps, length: int) -> None:
+    wanted = recording(ORACLE, length)
+    first = steps.join(1, wanted.prompt)
+    await steps.until(num_ended=1)
+    assert [first, *steps.tokens(1)] == wanted.greedy
+    assert steps.ended() == {1: FinishReason.LENGTH}
+
+
+async def test_eight_sequences_of_mixed_lengths_get_the_tokens_they_get_alone(steps: Steps) -> None:
+    wanted = [recording(ORACLE, length) for length in (1, 7, 64, 333, 1500, 7, 333, 64)]
+    firsts = steps.join_all({key: one.prompt for key, one in enumerate(wanted)})
+    await steps.until(num_ended=8)
+    for key, one in enumerate(wanted):
+        assert [firsts[key], *steps.tokens(key)] == one.greedy
+    assert max(len(report.chosen) for report in steps.reports if isinstance(report, Stepped)) == 8
+
+
+async def test_a_sequence_that_leaves_is_acknowledged_and_disturbs_nobody(steps: Steps) -> None:
+    one, other = recording(ORACLE, 333), recording(ORACLE, 64)
+    steps.join(1, other.prompt, num_tokens=400)
+    first = steps.join(2, one.prompt)
+    while not steps.tokens(2):
+        steps.arrived.clear()
+        await asyncio.wait_for(steps.arrived.wait(), 30)
+    steps.thread.leave(1)
+    steps.thread.leave(7)  # never joined
+    await steps.until(num_ended=1)
+    assert [first, *steps.tokens(2)] == one.greedy
+    assert [report.key for report in steps.reports if isinstance(report, Left)] == [1, 7]
+    left_at = steps.reports.index(Left(1))
+    later = [one for report in steps.reports[left_at:] if isinstance(report, Stepped) for one in report.chosen]
+    assert all(one.key != 1 for one in later)
+
+
+async def test_logits_that_are_not_numbers_end_one_sequence_only(steps: Steps, model: Model) -> None:
+    wanted = recording(ORACLE, 64)
+    session = steps.engine.open(100)
+    steps.engine.prefill(session, wanted.prompt)
+    steps.engine._pool.layer(0)[session.pages[0], 0] = torch.nan
+    first = steps.join(2, wanted.prompt)
+    state = SequenceState(session.pages, SamplerState(Sampling(max_tokens=24), wanted.prompt))
+    steps.thread.join(Sequence(1, 64, first, 23, frozenset()), state)
+    await steps.until(num_ended=1)
+    assert [first, *steps.tokens(2)] == wanted.greedy
+    chosen = [one for report in steps.reports if isinstance(report, Stepped) for one in report.chosen]
+    (failed,) = [one for one in chosen if one.key == 1]
+    assert "position 65" in str(failed.token)
+    assert failed.finish is None
+
+
+async def test_a_bug_in_a_step_is_reported_and_ends_the_thread(steps: Steps) -> None:
+    state = SequenceState(torch.tensor([0]), SamplerState(Sampling(max_tokens=4), [1]))
+    steps.thread.join(Sequence(1, 640, 1, 3, frozenset()), state)  # a position behind its only page
+    while not any(isinstance(report, Crashed) for report in steps.reports):
+        steps.arrived.clear()
+        await asyncio.wait_for(steps.arrived.wait(), 30)
+    assert isinstance(steps.reports[0], Joined)
+
+
+async def test_an_idle_thread_uses_no_cpu_and_is_not_stuck(steps: Steps) -> None:
+    steps.join(1, recording(ORACLE, 7).prompt)
+    await steps.until(num_ended=1)
+    await asyncio.sleep(0.05)
+    before = time.process_time()
+    await asyncio.sleep(1.0)
+    assert time.process_time() - before < 0.02
+    assert steps.thread.stuck_s() == 0.0
+
+
+async def test_a_step_of_eight_takes_at_most_three_times_a_step_of_one(steps: Steps) -> None:
+    prompt = recording(ORACLE, 1500).prompt
+
+    async def fastest_half_s(num_sequences: int, base: int) -> float:
+        steps.reports.clear()
+        steps.join_all(dict.fromkeys(range(base, base + num_sequences), prompt), num_tokens=48)
+        await steps.until(num_ended=num_sequences)
+        times = sorted(
+            report.step_s
+            for report in steps.reports
+            if isinstance(report, Stepped) and len(report.chosen) == num_sequences
+        )
+        return times[len(times) // 4]
+
+    alone_s = await fastest_half_s(1, 0)
+    together_s = await fastest_half_s(8, 10)
+    assert together_s <= 3 * alone_s, f"{together_s * 1000:.1f} ms against {alone_s * 1000:.1f} ms"
