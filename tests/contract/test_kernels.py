@@ -205,3 +205,18 @@ def test_the_first_backend_that_accepts_is_chosen_and_a_refusal_names_every_reas
         choose("k", backends, -3)
     with pytest.raises(NoKernelError, match="faster: no such backend"):
         choose("k", backends, 4, "faster")
+
+
+@pytest.mark.parametrize("block_bytes", [1, 4 << 20])
+def test_one_sequence_in_consecutive_pages_is_read_in_place(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
+    monkeypatch.setattr(mla_decode, "BLOCK_BYTES", block_bytes)
+    q, pool = randn(1, 4, 40, dtype=torch.float32, seed=1), randn(20, PAGE, 40, dtype=torch.float32, seed=2)
+    pool.view(-1, 40)[3 * PAGE + 150 :] = torch.nan  # behind the end
+    table = torch.arange(3, 15)
+
+    plan = DecodePlan.make([table], [150], page_tokens=PAGE, device=CPU)
+    out = mla_decode.mla_decode(q, pool, plan, scale=0.2, latent_width=32)
+
+    assert plan.groups[0].run == 3 * PAGE
+    expected = reference.mla_decode(q, pool, [table.tolist()], [150], scale=0.2, latent_width=32)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=0)

@@ -38,6 +38,7 @@ class Group:
     end: int
     slots_GS: Tensor  # int64 row of the pool; behind a sequence's end its own first row, so never a row of others
     bias_G1S: Tensor  # fp32, added to the scores: 0 where visible, -inf behind the end
+    run: int | None  # first slot, when the group is one sequence in consecutive pages: nothing to gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +108,15 @@ def _group(
         pages[row, :count] = tables[member][:count]
     pages_GP = torch.from_numpy(pages).to(device)
     lengths_G1 = torch.from_numpy(sizes[members]).to(device)[:, None]
+    alone = len(members) == 1 and bool((np.diff(pages[0]) == 1).all())
     rows = torch.arange(page_tokens, device=device)
     slots_GS = (pages_GP[..., None] * page_tokens + rows).flatten(1)[:, :longest]
     hidden_GS = torch.arange(longest, device=device) >= lengths_G1
     # Rows behind the end may hold anything, not-a-number included, which even a weight of 0 would let through.
     slots_GS = torch.where(hidden_GS, slots_GS[:, :1], slots_GS)
     bias_GS = torch.zeros(hidden_GS.shape, device=device).masked_fill_(hidden_GS, -torch.inf)
-    return Group(start, start + len(members), slots_GS, bias_GS[:, None])
+    run = int(pages[0, 0]) * page_tokens if alone else None
+    return Group(start, start + len(members), slots_GS, bias_GS[:, None], run)
 
 
 class MlaDecode(Protocol):
@@ -171,8 +174,11 @@ def _attend_group(q_GNW: Tensor, rows_W: Tensor, group: Group, scale: float, lat
     step = max(64, BLOCK_BYTES // (4 * num_sequences * row_width))
     out, lse = None, None
     for start in range(0, num_rows, step):
-        slots_GS = group.slots_GS[:, start : start + step]
-        kv_GSW = rows_W.index_select(0, slots_GS.reshape(-1)).float().view(num_sequences, -1, row_width)
+        if group.run is None:
+            kv_W = rows_W.index_select(0, group.slots_GS[:, start : start + step].reshape(-1))
+        else:
+            kv_W = rows_W[group.run + start : group.run + min(start + step, num_rows)]
+        kv_GSW = kv_W.float().view(num_sequences, -1, row_width)
         bias_G1S = group.bias_G1S[..., start : start + step]
         scores_GNS = torch.baddbmm(bias_G1S, q_GNW, kv_GSW.transpose(1, 2), alpha=scale)
         part_GNC = torch.bmm(scores_GNS.softmax(-1), kv_GSW[..., :latent_width])
