@@ -56,7 +56,7 @@ class Failed:
 
 JobEvent = Started | Progress | FirstToken | Done | Failed
 Sink = Callable[[JobEvent], object]
-CacheListener = Callable[[ctl.CacheChanged], None]
+CacheListener = Callable[[ctl.CacheChanged], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,7 @@ class Leader:
             step = self._control.plan(self._clock())
             step.shutdown = self._shut_down.is_set()
             self._deliver(self._control.take_events())
+            self._note_load(computing=step.HasField("chunk"))
             self._run_step(step)
             self._note_load()
             if step.shutdown:
@@ -262,14 +263,14 @@ class Leader:
             return BUSY_TICK_S
         return None if self._group is None else IDLE_TICK_S
 
-    def _note_load(self) -> None:
+    def _note_load(self, *, computing: bool = False) -> None:
         self.load = Load(
             free_pages=self._control.free_pages,
             active_jobs=self._control.active_jobs,
             queued_jobs=self._control.queued_jobs,
             closing_jobs=self._control.closing_jobs,
             queued_tokens=self._control.queued_tokens(),
-            has_work=self._control.has_chunk,
+            has_work=computing or self._control.has_chunk,
         )
 
 

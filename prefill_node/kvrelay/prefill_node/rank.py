@@ -79,13 +79,20 @@ class RankWorker:
         open_writer: Callable[[ring_pb2.RingOpen], Writer],
         planner: ChunkPlanner,
         counters: Counters,
+        more_counters: Sequence[Counters] = (),
     ) -> None:
+        """
+        Args:
+            counters: of this thread.
+            more_counters: of other threads of this rank, reported along with them.
+        """
         self._model = model
         self._pool = pool
         self._ring = ring
         self._open_writer = open_writer
         self._planner = planner
         self._counters = counters
+        self._more_counters = more_counters
         self._requests: dict[str, _Request] = {}
 
     @torch.inference_mode()
@@ -229,7 +236,8 @@ class RankWorker:
         self._counters.values["relay_pending"] = float(
             sum(request.relay is not None and request.relay.pending for request in self._requests.values())
         )
-        report.counters.update(self._counters.values)
+        for counters in (self._counters, *self._more_counters):
+            report.counters.update(counters.values.copy())
         return report
 
 

@@ -1,0 +1,150 @@
+"""A prefill node's process: rank 0 starts the other ranks, serves gRPC and leads; every other rank follows.
+
+Threads of a rank: asyncio (main: gRPC and hand-off streams), step (scheduler and compute), transfer (data plane), and
+on rank 0 lease (leases and registry).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+from kvrelay.core.errors import ServeError
+from kvrelay.core.lifecycle import die_with_parent, new_incarnation, set_up_logging
+from kvrelay.core.settings import load
+from kvrelay.core.types import Counters, Incarnation, Role
+from kvrelay.prefill_node.compute import Compute
+from kvrelay.prefill_node.group import RingGroup, form, serve_store, spawn_ranks
+from kvrelay.prefill_node.leader import follow
+from kvrelay.prefill_node.node import RankInfo, serve
+from kvrelay.prefill_node.settings import PrefillSettings, RankPlace, rank_place
+from kvrelay.proto.convert import incarnation_from_pb, incarnation_to_pb
+from kvrelay.proto.v1 import common_pb2, fleet_pb2
+
+_LOG = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one rank process until it is told to stop; returns the exit status.
+
+    Raises:
+        ServeError: it cannot start; the message says why.
+    """
+    settings = load(PrefillSettings, list(argv), prog="kvrelay prefill")
+    place = rank_place(settings)
+    set_up_logging(settings.log_level)
+    if place.rank == 0:
+        return _lead(settings, place, argv)
+    if place.parent_pid is not None:
+        die_with_parent(place.parent_pid)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 says when the ring ends
+    asyncio.run(_follow(settings, place))
+    return 0
+
+
+def die(reason: str) -> None:
+    """End this process at once with a failure status; the ring's other ranks notice and leave too."""
+    _LOG.critical("%s; this process exits", reason)
+    logging.shutdown()
+    os._exit(1)
+
+
+def start_step_thread(body: Callable[[], None], on_end: Callable[[], object]) -> threading.Thread:
+    """Run the step loop on its thread; whatever escapes it ends the process, because the ring is broken then."""
+
+    def guarded() -> None:
+        try:
+            body()
+        except Exception as err:  # the outermost edge of a thread
+            _LOG.exception("the step thread died")
+            die(f"step thread: {err}")
+        on_end()
+
+    thread = threading.Thread(target=guarded, name="step", daemon=True)
+    thread.start()
+    return thread
+
+
+def _lead(settings: PrefillSettings, place: RankPlace, argv: Sequence[str]) -> int:
+    store, children = None, []
+    if place.spawns:
+        store = serve_store(ring_size=place.ring_size, timeout_s=settings.start_timeout_s)
+        children = spawn_ranks(argv, ring_size=place.ring_size, store_port=store.port)
+    stopping = threading.Event()
+    for child in children:
+        threading.Thread(target=_watch, args=(child, stopping), name="watch", daemon=True).start()
+    compute = Compute.load(settings, place)
+    node = new_incarnation(settings.name, Role.PREFILL)
+    group = None
+    ranks = [RankInfo(compute.pool.num_pages)]
+    if place.ring_size > 1:
+        group = form(
+            place, compute.device, store=store,
+            group_timeout_s=settings.group_timeout_s, start_timeout_s=settings.start_timeout_s,
+        )  # fmt: skip
+        ranks += _meet_as_leader(group, node, compute)
+    asyncio.run(
+        serve(settings, compute, group, node, ranks, start_step_thread=start_step_thread, die=die, stopping=stopping)
+    )
+    for child in children:
+        child.wait(settings.group_timeout_s)
+    return 0
+
+
+def _watch(child: subprocess.Popen[bytes], stopping: threading.Event) -> None:
+    status = child.wait()
+    if not stopping.is_set():
+        die(f"rank process {child.pid} ended with status {status}")
+
+
+async def _follow(settings: PrefillSettings, place: RankPlace) -> None:
+    compute = Compute.load(settings, place)
+    group = form(
+        place, compute.device, store=None,
+        group_timeout_s=settings.group_timeout_s, start_timeout_s=settings.start_timeout_s,
+    )  # fmt: skip
+    node = _meet_as_follower(group, compute)
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    transfer = compute.start_transfer(settings, node, place.rank, on_fatal=lambda: die("the transfer thread died"))
+    worker = compute.worker(settings, group, transfer, node, loop, wake=lambda: None, counters=Counters())
+    start_step_thread(lambda: follow(worker, group), lambda: loop.call_soon_threadsafe(ended.set))
+    await ended.wait()
+    transfer.stop()
+
+
+def _meet_as_leader(group: RingGroup, node: Incarnation, compute: Compute) -> list[RankInfo]:
+    """Tell the other ranks whose node they are, and learn what they have.
+
+    Raises:
+        ServeError: a rank has loaded another model.
+    """
+    group.broadcast(incarnation_to_pb(node).SerializeToString())
+    records = [fleet_pb2.NodeRecord.FromString(message) for message in group.gather()]
+    for rank, record in enumerate(records, start=1):
+        if record.layout_fingerprint != compute.pool.layout.fingerprint:
+            raise ServeError(f"rank {rank} has layout {record.layout_fingerprint.hex()}; do all hosts have one model?")
+    return [RankInfo(record.total_pages) for record in records]
+
+
+def _meet_as_follower(group: RingGroup, compute: Compute) -> Incarnation:
+    node = incarnation_from_pb(common_pb2.Incarnation.FromString(group.receive()))
+    record = fleet_pb2.NodeRecord(
+        total_pages=compute.pool.num_pages, layout_fingerprint=compute.pool.layout.fingerprint
+    )
+    group.send_to_leader(record.SerializeToString())
+    return node
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ServeError as err:
+        sys.stderr.write(f"kvrelay prefill: error: {err}\n")
+        sys.exit(1)

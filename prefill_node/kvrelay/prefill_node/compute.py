@@ -1,0 +1,162 @@
+"""What every rank process holds: device, model, pool, transfer thread, and the worker over them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from kvrelay.core.errors import ModelLoadError, SettingsError
+from kvrelay.core.types import Counters, Incarnation
+from kvrelay.kv_transfer.agent_thread import TransferThread
+from kvrelay.kv_transfer.fence_cells import HostCells, TensorCells
+from kvrelay.kv_transfer.transport import Cells, Region, Transport, agent_name
+from kvrelay.kv_transfer.values import MAX_RING_SIZE
+from kvrelay.kvcache.pool import LatentPool
+from kvrelay.model.checkpoint import load_model
+from kvrelay.model.transformer import Model
+from kvrelay.prefill_node.chunk_plan import ChunkPlanner
+from kvrelay.prefill_node.group import RingGroup
+from kvrelay.prefill_node.handoff import WriterOpener
+from kvrelay.prefill_node.rank import RankWorker
+from kvrelay.prefill_node.ring import Ring
+from kvrelay.prefill_node.settings import PrefillSettings, RankPlace
+
+# Without pool_pages and pool_mib: this part of the memory that is free once the model is loaded.
+_GPU_POOL_SHARE, _CPU_POOL_SHARE = 0.8, 0.1
+_LOG = logging.getLogger(__name__)
+
+
+def align_tokens(device: torch.device) -> int:
+    """Return where spans of a chunk may be cut: at pages on GPUs, anywhere on CPUs."""
+    return 64 if device.type == "cuda" else 1
+
+
+def choose_device(settings: PrefillSettings, place: RankPlace) -> torch.device:
+    """Return the device of this rank; `auto` is one GPU per rank where there are GPUs.
+
+    Raises:
+        SettingsError: several ranks of one host were given the same GPU, or there are fewer GPUs than ranks.
+    """
+    name = settings.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda" and place.ring_size > 1:
+        raise SettingsError(f"device {name} cannot be that of {place.ring_size} ranks; use auto")
+    index = place.local_rank if name == "cuda" else int(name.removeprefix("cuda:"))
+    if index >= torch.cuda.device_count():
+        raise SettingsError(f"rank {place.rank} needs cuda:{index}; there are {torch.cuda.device_count()} GPUs")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Loaded and allocated, but not connected yet."""
+
+    device: torch.device
+    model: Model
+    pool: LatentPool
+
+    @classmethod
+    def load(cls, settings: PrefillSettings, place: RankPlace) -> Compute:
+        """Load the model and allocate the pool.
+
+        Raises:
+            ModelLoadError, SettingsError, CapacityError: it cannot be done; the message says what was wanted.
+        """
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        device = choose_device(settings, place)
+        model = load_model(
+            Path(settings.model), dtype=settings.dtype, device=device, max_model_len=settings.max_model_len or None
+        )
+        layout = model.layout(block_tokens=settings.block_tokens)
+        num_pages = _num_pages(settings, place, device, layout.page_bytes_all_layers)
+        _LOG.info("rank %d: %s on %s, %d pages", place.rank, settings.model, device, num_pages)
+        return cls(device, model, LatentPool(layout, num_pages, device))
+
+    def start_transfer(
+        self, settings: PrefillSettings, node: Incarnation, rank: int, *, on_fatal: Callable[[], None]
+    ) -> TransferThread:
+        """Start this rank's agent of the data plane.
+
+        Raises:
+            TransferError: the transport does not start.
+        """
+        # UCX reads these when it is loaded, which is when the agent is made.
+        if settings.net_devices:
+            os.environ["UCX_NET_DEVICES"] = settings.net_devices
+        if settings.tcp_port_range:
+            os.environ["UCX_TCP_PORT_RANGE"] = settings.tcp_port_range
+        device_id = self.device.index if self.device.type == "cuda" else -1
+        cells: Cells = HostCells(MAX_RING_SIZE)
+        if self.device.type == "cuda":
+            cells = TensorCells(torch.zeros(MAX_RING_SIZE, dtype=torch.int64, device=self.device))
+        region = Region(self.pool.address, self.pool.num_bytes, device_id)
+
+        def make(counters: Counters) -> Transport:
+            from kvrelay.kv_transfer.nixl import NixlTransport  # noqa: PLC0415 - after the variables above are set
+
+            return NixlTransport(
+                agent_name=agent_name(node, rank),
+                pool=region,
+                pool_pages=self.pool.num_pages,
+                cells=cells,
+                counters=counters,
+            )
+
+        transfer = TransferThread(make, on_fatal=on_fatal)
+        transfer.start()
+        return transfer
+
+    def worker(
+        self,
+        settings: PrefillSettings,
+        group: RingGroup | None,
+        transfer: TransferThread,
+        node: Incarnation,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        wake: Callable[[], None],
+        counters: Counters,
+    ) -> RankWorker:
+        """Return the worker of this rank; `wake` is called when a hand-off has moved on."""
+        ring = Ring(group, self.pool, counters)
+        opener = WriterOpener(
+            transfer, self.pool, node, ring.rank, loop, max_message_bytes=settings.max_message_bytes,
+            fence_timeout_s=settings.fence_timeout_s, wake=wake,
+        )  # fmt: skip
+        planner = ChunkPlanner(
+            rank=ring.rank,
+            ring_size=ring.size,
+            align_tokens=align_tokens(self.device),
+            ring_block_tokens=settings.ring_block_tokens,
+            device=self.device,
+        )
+        return RankWorker(
+            self.model, self.pool, ring, open_writer=opener, planner=planner, counters=counters,
+            more_counters=(transfer.counters,),
+        )  # fmt: skip
+
+
+def _num_pages(settings: PrefillSettings, place: RankPlace, device: torch.device, page_bytes: int) -> int:
+    if settings.pool_pages:
+        return settings.pool_pages
+    if settings.pool_mib:
+        num_bytes = settings.pool_mib << 20
+    elif device.type == "cuda":
+        num_bytes = int(torch.cuda.mem_get_info(device)[0] * _GPU_POOL_SHARE)
+    else:
+        num_bytes = int(psutil.virtual_memory().available * _CPU_POOL_SHARE) // place.ring_size
+    if num_bytes < page_bytes:
+        raise ModelLoadError(f"a pool of {num_bytes} bytes does not hold one page of {page_bytes} bytes")
+    return num_bytes // page_bytes

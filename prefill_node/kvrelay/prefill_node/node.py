@@ -1,0 +1,199 @@
+"""Rank 0 as a node: wires control, leader, servicer, leases, registry and index together, and takes them down again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kvrelay.core.clock import monotonic
+from kvrelay.core.lifecycle import StopSignals, announce_ready
+from kvrelay.core.types import Counters, Incarnation
+from kvrelay.prefill_node.compute import Compute, align_tokens
+from kvrelay.prefill_node.control import RingControl
+from kvrelay.prefill_node.group import RingGroup
+from kvrelay.prefill_node.leader import Leader
+from kvrelay.prefill_node.leases import Leases
+from kvrelay.prefill_node.pages import RingPages
+from kvrelay.prefill_node.published import Published
+from kvrelay.prefill_node.registration import LeaseThread
+from kvrelay.prefill_node.servicer import NodeFacts, PrefillServicer
+from kvrelay.prefill_node.settings import PrefillSettings
+from kvrelay.proto.convert import incarnation_to_pb
+from kvrelay.proto.server import Server
+from kvrelay.proto.server import serve as serve_grpc
+from kvrelay.proto.v1 import fleet_pb2, prefill_pb2, prefill_pb2_grpc
+
+STALL_S = 10.0  # work waits and nothing moves for so long: NOT_SERVING
+_HEALTH_CHECK_S = 1.0
+_DRAIN_CHECK_S = 0.05
+_REGISTER_WAIT_S = 2.0
+_STOP_GRACE_S = 1.0
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    num_pages: int
+
+
+async def serve(
+    settings: PrefillSettings,
+    compute: Compute,
+    group: RingGroup | None,
+    node: Incarnation,
+    ranks: list[RankInfo],
+    *,
+    start_step_thread: Callable[[Callable[[], None], Callable[[], object]], threading.Thread],
+    die: Callable[[str], None],
+    stopping: threading.Event,
+) -> None:
+    """Serve until a stop signal or a drain, finish what runs, and return.
+
+    Args:
+        start_step_thread: runs (body, on_end) on the step thread; a failure of the body ends the process.
+        die: ends the process at once.
+        stopping: set before the other ranks are told to exit.
+    """
+    loop = asyncio.get_running_loop()
+    stop, step_ended = StopSignals(loop), asyncio.Event()
+    published = Published(index_url=settings.index_url, fleet=settings.fleet, node=node)
+    transfer = compute.start_transfer(settings, node, 0, on_fatal=lambda: die("the transfer thread died"))
+    counters = Counters()
+    worker = compute.worker(settings, group, transfer, node, loop, wake=lambda: leader.wake(), counters=counters)  # noqa: PLW0108 - made below
+    layout = compute.pool.layout
+    leader = Leader(
+        _control(settings, compute, ranks),
+        worker,
+        group,
+        token_bytes=layout.row_bytes * layout.num_layers,
+        on_cache=lambda change: loop.call_soon_threadsafe(published.apply, change),
+        counters=counters,
+    )
+    leases = Leases(lease_s=settings.lease_s, on_expired=leader.cancel)
+    config = compute.model.config
+    facts = NodeFacts(
+        incarnation=node,
+        layout=layout,
+        ring_size=len(ranks),
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_model_len,
+        cache_window_tokens=config.cache_window_tokens,
+        max_request_s=settings.max_request_s,
+    )
+    servicer = PrefillServicer(facts, leader, leases, on_drain=stop.ask)
+    start_step_thread(leader.run, lambda: loop.call_soon_threadsafe(step_ended.set))
+    server = await serve_grpc(
+        listen=settings.listen,
+        add_services=lambda grpc_server: prefill_pb2_grpc.add_PrefillNodeServicer_to_server(servicer, grpc_server),
+        services=[prefill_pb2.DESCRIPTOR.services_by_name["PrefillNode"]],
+        max_message_bytes=settings.max_message_bytes,
+    )
+    endpoint = settings.advertise or server.endpoint
+    registration = LeaseThread(
+        leases,
+        index_url=settings.index_url,
+        fleet=settings.fleet,
+        heartbeat_s=settings.heartbeat_s,
+        record=lambda: _record(settings, facts, leader, servicer, endpoint, sum(rank.num_pages for rank in ranks)),
+        on_replaced=lambda: loop.call_soon_threadsafe(stop.ask),
+    )
+    await published.start()
+    await server.set_serving(True)
+    await asyncio.to_thread(registration.start, wait_s=_REGISTER_WAIT_S)
+    health = asyncio.create_task(_watch_health(leader, server))
+    announce_ready(endpoint=endpoint, name=node.name)
+
+    await stop.wait()
+    servicer.draining = True
+    registration.beat_now()
+    await _drained(leader, servicer)
+    stopping.set()
+    leader.shut_down()
+    await step_ended.wait()
+    health.cancel()
+    await asyncio.to_thread(registration.stop)
+    await published.stop()
+    await server.stop(_STOP_GRACE_S)
+    await asyncio.to_thread(transfer.stop)
+
+
+def _control(settings: PrefillSettings, compute: Compute, ranks: list[RankInfo]) -> RingControl:
+    chunk_tokens = settings.chunk_tokens_on(compute.device.type)
+    layout = compute.pool.layout
+    pages = RingPages(
+        pages_per_rank=[rank.num_pages for rank in ranks],
+        page_tokens=layout.page_tokens,
+        block_tokens=layout.block_tokens,
+        chunk_tokens=chunk_tokens,
+        align_tokens=align_tokens(compute.device),
+    )
+    return RingControl(
+        pages,
+        block_tokens=layout.block_tokens,
+        chunk_tokens=chunk_tokens,
+        max_jobs=settings.max_queued_requests,
+        prefix_wait_s=settings.prefix_wait_s,
+    )
+
+
+def _record(
+    settings: PrefillSettings,
+    facts: NodeFacts,
+    leader: Leader,
+    servicer: PrefillServicer,
+    endpoint: str,
+    total_pages: int,
+) -> fleet_pb2.NodeRecord:
+    layout, load = facts.layout, leader.load
+    return fleet_pb2.NodeRecord(
+        node=incarnation_to_pb(facts.incarnation),
+        role=fleet_pb2.NODE_ROLE_PREFILL,
+        endpoint=endpoint,
+        ring_size=facts.ring_size,
+        layout_fingerprint=layout.fingerprint,
+        model=Path(settings.model).resolve().name,
+        model_id=layout.model_id,
+        dtype=layout.dtype,
+        max_model_len=facts.max_model_len,
+        block_tokens=layout.block_tokens,
+        page_tokens=layout.page_tokens,
+        draining=servicer.draining,
+        total_pages=total_pages,
+        free_pages=load.free_pages,
+        active_requests=load.active_jobs,
+        queued_tokens=load.queued_tokens,
+    )
+
+
+async def _watch_health(leader: Leader, server: Server) -> None:
+    mark, moved_s, serving = leader.progress_mark(), monotonic(), True
+    while True:
+        await asyncio.sleep(_HEALTH_CHECK_S)
+        seen = leader.progress_mark()
+        if seen != mark or not leader.load.has_work:
+            mark, moved_s = seen, monotonic()
+        stalled = monotonic() - moved_s > STALL_S
+        if stalled == serving:
+            serving = not stalled
+            _LOG.warning("serving: %s (no step progress for %.0f s)", serving, monotonic() - moved_s)
+            await server.set_serving(serving)
+
+
+async def _drained(leader: Leader, servicer: PrefillServicer) -> None:
+    """Wait until no request runs and no page is held by a hand-off."""
+    loop = asyncio.get_running_loop()
+    while True:
+        jobs: asyncio.Future[int] = loop.create_future()
+        leader.call(partial(_count_jobs, loop, jobs))
+        if not await jobs and not servicer.active_requests:
+            return
+        await asyncio.sleep(_DRAIN_CHECK_S)
+
+
+def _count_jobs(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[int], control: RingControl) -> None:
+    loop.call_soon_threadsafe(answer.set_result, control.active_jobs + control.closing_jobs)

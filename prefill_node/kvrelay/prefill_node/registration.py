@@ -1,0 +1,115 @@
+"""The lease thread of rank 0: checks leases and keeps the node's record alive, whatever the other threads do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+from kvrelay.core.errors import StaleMessageError, UnavailableError
+from kvrelay.core.types import Incarnation
+from kvrelay.index.registry import NodeRegistry
+from kvrelay.prefill_node.leases import Leases
+from kvrelay.proto.convert import incarnation_from_pb
+from kvrelay.proto.v1 import fleet_pb2
+
+_CHECKS_PER_LEASE = 10
+_LOG = logging.getLogger(__name__)
+
+
+class LeaseThread:
+    """Start it when the node is ready to serve; `stop` withdraws the record."""
+
+    def __init__(
+        self,
+        leases: Leases,
+        *,
+        index_url: str,
+        fleet: str,
+        heartbeat_s: float,
+        record: Callable[[], fleet_pb2.NodeRecord],
+        on_replaced: Callable[[], object],
+    ) -> None:
+        """
+        Args:
+            record: returns what to register now; called on this thread.
+            on_replaced: a newer process has the node's name; this one must leave. Called on this thread.
+        """
+        self._leases = leases
+        self._index_url = index_url
+        self._fleet = fleet
+        self._heartbeat_s = heartbeat_s
+        self._record = record
+        self._on_replaced = on_replaced
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake: asyncio.Event | None = None
+        self._stopping = False
+        self._registered = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="lease", daemon=True)
+
+    def start(self, *, wait_s: float) -> None:
+        """Start, and wait until the first try to register has ended one way or the other."""
+        self._thread.start()
+        self._registered.wait(wait_s)
+
+    def beat_now(self) -> None:
+        """Tell the registry at once, for instance that the node is draining."""
+        if self._loop is not None and self._wake is not None:
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    def stop(self) -> None:
+        """Withdraw the record and end the thread."""
+        self._stopping = True
+        self.beat_now()
+        self._thread.join()
+
+    def _main(self) -> None:
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
+        registry = NodeRegistry(self._index_url, self._fleet)
+        node = incarnation_from_pb(self._record().node)
+        checks = asyncio.create_task(self._check_leases())
+        try:
+            await self._beat_forever(registry)
+        finally:
+            checks.cancel()
+            await self._withdraw(registry, node)
+            await registry.close()
+
+    async def _check_leases(self) -> None:
+        while True:
+            await asyncio.sleep(self._leases.lease_s / _CHECKS_PER_LEASE)
+            self._leases.check()
+
+    async def _beat_forever(self, registry: NodeRegistry) -> None:
+        assert self._wake is not None, "set by _run"
+        ttl_s, known = 3 * self._heartbeat_s, False
+        while not self._stopping:
+            try:
+                if known:
+                    await registry.heartbeat(self._record(), ttl_s)
+                else:
+                    await registry.register(self._record(), ttl_s)
+                    known = True
+            except UnavailableError as err:
+                _LOG.warning("the registry did not hear this heartbeat: %s", err)
+            except StaleMessageError as err:
+                _LOG.error("%s; this process drains and leaves", err)
+                self._on_replaced()
+                return
+            finally:
+                self._registered.set()
+            try:
+                await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
+            except TimeoutError:
+                continue
+            self._wake.clear()
+
+    async def _withdraw(self, registry: NodeRegistry, node: Incarnation) -> None:
+        try:
+            await registry.withdraw(node)
+        except UnavailableError as err:
+            _LOG.info("not withdrawn from the registry, its lease will: %s", err)
