@@ -37,13 +37,13 @@ def test_eight_clients_at_once_get_the_same_tokens_as_alone(cluster: Cluster) ->
 def test_the_same_prompt_again_is_neither_computed_nor_sent_again(cluster: Cluster) -> None:
     prompt = some_ids(100, 640)
     first = cluster.generate(prompt, max_tokens=8)
-    computed = cluster.counter("prefill_tokens", role="prefill")
+    computed = cluster.counter("prefill_tokens_executed", role="prefill")
     second = cluster.generate(prompt, max_tokens=8)
 
     assert (first.usage.cached_tokens, first.usage.resident_tokens) == (0, 0)
     assert second.usage.cached_tokens == 640 - PAGE_TOKENS  # the last token is always computed
     assert second.usage.resident_tokens == 640 - PAGE_TOKENS
-    assert cluster.counter("prefill_tokens", role="prefill") - computed == 640 - second.usage.cached_tokens
+    assert cluster.counter("prefill_tokens_executed", role="prefill") - computed == 640 - second.usage.cached_tokens
     assert second.token_ids == first.token_ids
 
 
