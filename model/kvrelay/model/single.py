@@ -5,7 +5,7 @@ The tests compare it with the oracles and the nodes with it; evaluation and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -100,7 +100,7 @@ class SingleEngine:
 
     def generate(
         self, ids: Sequence[int], sampling: Sampling, *, chunk_tokens: int | None = None
-    ) -> Iterator[SampledToken]:
+    ) -> Generator[SampledToken, None, None]:
         """Yield the tokens of one request; a stop token is yielded last.
 
         Raises:
