@@ -90,7 +90,7 @@ class TransferThread:
     def open_writer(
         self, key: str, address: Address, *, fence_cell: int, fence_value: int, on_events: OnTransferEvents
     ) -> None:
-        """Connect to a peer and take parts for it; `fence_value` is what a fence writes into the peer's `fence_cell`."""
+        """Connect to a peer and take parts for it; a fence would write `fence_value` into its `fence_cell`."""
         outgoing = Outgoing(address.agent_name, fence_cell, fence_value, on_events)
         self._put(lambda transport: self._open_writer(transport, key, address, outgoing))
 

@@ -1,0 +1,111 @@
+"""One rank's Attach stream, seen from decode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from grpc import aio
+
+from kvrelay.core.errors import InvalidRequestError, ServeError
+from kvrelay.core.grpc_status import grpc_status
+from kvrelay.kv_transfer import session_events as ev
+from kvrelay.kv_transfer.hub_sessions import Entry, HubSessions, Outbox
+from kvrelay.kv_transfer.session_table import State
+from kvrelay.kv_transfer.transport import agent_name
+from kvrelay.kv_transfer.values import FenceProof
+from kvrelay.kv_transfer.wire import manifest_from_pb, proof_from_pb, request_from_pb
+from kvrelay.proto.convert import epoch_from_pb, incarnation_from_pb
+from kvrelay.proto.v1 import handoff_pb2
+
+_HELLO_TIMEOUT_S = 10.0
+
+Incoming = AsyncIterator[handoff_pb2.WriterEvent]
+
+
+async def serve_stream(
+    sessions: HubSessions, incoming: Incoming, context: aio.ServicerContext[Any, Any]
+) -> AsyncIterator[handoff_pb2.ReaderEvent]:
+    """Yield what a rank must hear, from its yes to its end; a refusal ends the call with its status."""
+    async with grpc_status(context):
+        entry, rank = await _greet(sessions, incoming)
+    outbox = entry.outboxes[rank]
+    listener = asyncio.create_task(_listen(sessions, entry, rank, incoming))
+    try:
+        while (event := await outbox.get()) is not None:
+            yield event
+    finally:
+        listener.cancel()
+        del entry.outboxes[rank]
+        if entry.session.state not in (State.FENCED, State.FREE):
+            sessions.feed(entry, ev.StreamLost(rank))
+
+
+async def _greet(sessions: HubSessions, incoming: Incoming) -> tuple[Entry, int]:
+    """Return the session and rank that the first message names, attached."""
+    try:
+        first = await asyncio.wait_for(anext(incoming, None), _HELLO_TIMEOUT_S)
+    except TimeoutError:
+        first = None
+    if first is None or not first.HasField("hello"):
+        raise InvalidRequestError("an Attach stream begins with a hello")
+    hello = first.hello
+    try:
+        return _attach(sessions, hello)
+    except ServeError:
+        sessions.counters.add("attaches_refused_total")
+        raise
+
+
+def _attach(sessions: HubSessions, hello: handoff_pb2.AttachHello) -> tuple[Entry, int]:
+    entry, rank = sessions.of_epoch(epoch_from_pb(hello.epoch)), hello.rank
+    writer = incarnation_from_pb(hello.writer)
+    if hello.address.agent_name != agent_name(writer, rank):
+        raise InvalidRequestError(f"rank {rank} of {writer} comes with the agent {hello.address.agent_name!r}")
+    event = ev.Attach(rank, writer, request_from_pb(hello.request), hello.one_time_token, hello.layout_fingerprint)
+    outbox: Outbox = asyncio.Queue()
+    known = entry.outboxes.get(rank)
+    entry.outboxes[rank] = outbox
+    try:
+        sessions.feed(entry, event)
+    except ServeError:
+        if known is None:
+            del entry.outboxes[rank]
+        else:
+            entry.outboxes[rank] = known
+        raise
+    return entry, rank
+
+
+async def _listen(sessions: HubSessions, entry: Entry, rank: int, incoming: Incoming) -> None:
+    """Feed the session what a rank says, until it stops talking."""
+    outbox = entry.outboxes[rank]
+    try:
+        async for message in incoming:
+            try:
+                event = _event_of(sessions, entry, rank, message)
+            except InvalidRequestError as err:
+                event = ev.Abort(f"rank {rank}: {err}")
+            sessions.feed_from_peer(entry, event)
+    finally:
+        outbox.put_nowait(None)
+
+
+def _event_of(sessions: HubSessions, entry: Entry, rank: int, message: handoff_pb2.WriterEvent) -> ev.Event:
+    match message.WhichOneof("event"):
+        case "manifest":
+            manifest = manifest_from_pb(message.manifest)
+            if manifest.rank != rank:
+                raise InvalidRequestError(f"the manifest of rank {manifest.rank}")
+            return ev.ManifestIn(manifest)
+        case "abort":
+            return ev.Abort(f"rank {rank} gave up: {message.abort.reason}")
+        case "fenced":
+            proof = proof_from_pb(message.fenced)
+            written = sessions.slots.written(entry.fence_slot, rank)
+            if proof is FenceProof.CELL_WRITTEN and written != entry.epoch.counter:
+                raise InvalidRequestError(f"its fence cell holds {written}, not {entry.epoch.counter}")
+            return ev.Fenced(rank, proof)
+        case other:
+            raise InvalidRequestError(f"{other} is not expected after the hello")

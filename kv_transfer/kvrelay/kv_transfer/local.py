@@ -1,0 +1,26 @@
+"""What an endpoint knows about its own process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvrelay.core.layout import PageLayout
+
+Checksum = Callable[[Sequence[tuple[int, int]]], int]  # xxh3-64 of (offset_bytes, num_bytes) pieces, in order
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPool:
+    """The latent pool of this process, as bytes."""
+
+    layout: PageLayout
+    num_pages: int  # per layer
+    checksum: Checksum  # over this pool; any thread may call it
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    fence_timeout_s: float = 10.0  # pages whose fence is later than this are quarantined
+    drain_s: float = 1.0  # polling after a writer's death, before its pages go back
+    max_message_bytes: int = 32 << 20

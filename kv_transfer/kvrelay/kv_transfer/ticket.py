@@ -1,0 +1,53 @@
+"""A ticket, checked: it comes through two other processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.core.errors import InvalidRequestError, LayoutMismatchError, StaleMessageError
+from kvrelay.core.layout import PageLayout
+from kvrelay.core.types import Epoch, Incarnation
+from kvrelay.kv_transfer.transport import Address
+from kvrelay.kv_transfer.values import MAX_RING_SIZE, Request
+from kvrelay.kv_transfer.wire import address_from_pb, request_from_pb
+from kvrelay.proto.convert import epoch_from_pb, incarnation_from_pb, runs_from_pb
+from kvrelay.proto.v1 import handoff_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedTicket:
+    epoch: Epoch
+    request: Request
+    pages: tuple[int, ...]  # of decode's pool, in token order
+    address: Address  # of decode's agent
+
+
+def open_ticket(ticket: handoff_pb2.Ticket, *, writer: Incarnation, rank: int, layout: PageLayout) -> OpenedTicket:
+    """Return what a rank needs to write under a ticket.
+
+    Raises:
+        StaleMessageError: it names another writer.
+        LayoutMismatchError: its pages mean something else than ours.
+        InvalidRequestError: it contradicts itself.
+    """
+    named = incarnation_from_pb(ticket.writer)
+    if named != writer:
+        raise StaleMessageError(f"the ticket is for {named}, not {writer}")
+    if ticket.layout_fingerprint != layout.fingerprint:
+        raise LayoutMismatchError(
+            f"layout {ticket.layout_fingerprint.hex()} of the ticket, {layout.fingerprint.hex()} here"
+        )
+    if not 0 <= rank < ticket.ring_size <= MAX_RING_SIZE:
+        raise InvalidRequestError(f"rank {rank} of a ring of {ticket.ring_size}, which has at most {MAX_RING_SIZE}")
+    if ticket.resident_tokens > ticket.prompt_tokens:
+        raise InvalidRequestError(f"{ticket.resident_tokens} resident of {ticket.prompt_tokens} tokens")
+    address = address_from_pb(ticket.address)
+    if address.pool.num_bytes != address.pool_pages * layout.page_bytes_all_layers:
+        raise InvalidRequestError(f"a pool of {address.pool.num_bytes} bytes for {address.pool_pages} pages")
+    runs = runs_from_pb(ticket.pages)
+    if sum(run.num_pages for run in runs) != layout.pages_for(ticket.prompt_tokens):
+        raise InvalidRequestError(f"page runs {runs} for a prompt of {ticket.prompt_tokens} tokens")
+    if any(run.first_page + run.num_pages > address.pool_pages for run in runs):
+        raise InvalidRequestError(f"page runs {runs} of a pool of {address.pool_pages} pages")
+    pages = tuple(run.first_page + i for run in runs for i in range(run.num_pages))
+    return OpenedTicket(epoch_from_pb(ticket.epoch), request_from_pb(ticket.request), pages, address)

@@ -1,0 +1,279 @@
+"""One rank's end of one hand-off: the Attach stream on one side, the transfer thread on the other.
+
+Create it and run it on the event loop; the step thread adds parts and seals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from grpc import aio
+
+from kvrelay.core.clock import Clock, monotonic
+from kvrelay.core.errors import StaleMessageError
+from kvrelay.core.grpc_status import from_rpc_error
+from kvrelay.core.shard import Span
+from kvrelay.core.types import Counters, Incarnation, SampledToken
+from kvrelay.kv_transfer import writer_table as wt
+from kvrelay.kv_transfer.agent_thread import TransferThread
+from kvrelay.kv_transfer.fence_cells import cell_of
+from kvrelay.kv_transfer.local import Limits, LocalPool
+from kvrelay.kv_transfer.notice import Notice, NoticeKey, encode
+from kvrelay.kv_transfer.outgoing import Posting, TransferEvent
+from kvrelay.kv_transfer.plan import Pages, cut_part, part_ranges
+from kvrelay.kv_transfer.ticket import open_ticket
+from kvrelay.kv_transfer.values import Part
+from kvrelay.kv_transfer.wire import (
+    address_to_pb,
+    manifest_to_pb,
+    proof_to_pb,
+)
+from kvrelay.kv_transfer.writer_session import WriterSession
+from kvrelay.proto.convert import incarnation_to_pb
+from kvrelay.proto.server import connect
+from kvrelay.proto.v1 import decode_pb2_grpc, handoff_pb2
+
+_TICK_S = 0.1
+_GOODBYE_S = 2.0  # for decode to read our last words
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Everything was verified and the request admitted."""
+
+    relayed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The hand-off ended without admission."""
+
+    reason: str
+    stuck: bool = False  # the peer neither takes our writes nor fails them: only a new incarnation helps
+
+
+Outcome = Settled | Failed
+
+
+class WriterEndpoint:
+    """One (request, rank).
+
+    `done` resolves with the outcome; `sources_free` when no write can read our pages any more, which may be earlier
+    or, after a failure, later.
+    """
+
+    def __init__(
+        self,
+        *,
+        ticket: handoff_pb2.Ticket,
+        writer: Incarnation,
+        rank: int,
+        pool: LocalPool,
+        thread: TransferThread,
+        counters: Counters,
+        limits: Limits,
+        clock: Clock = monotonic,
+    ) -> None:
+        """Take a ticket; its time counts from now.
+
+        Args:
+            pool: our own; its checksum is called on the step thread.
+            counters: of the event loop's thread.
+
+        Raises:
+            StaleMessageError: the ticket names another writer.
+            LayoutMismatchError: its pages mean something else than ours.
+            InvalidRequestError: it contradicts itself.
+        """
+        opened = open_ticket(ticket, writer=writer, rank=rank, layout=pool.layout)
+        self._ticket, self._address, self._dst_pages = ticket, opened.address, opened.pages
+        self._writer, self._rank, self._pool = writer, rank, pool
+        self._thread, self._counters, self._clock, self._limits = thread, counters, clock, limits
+        self._notice_key = NoticeKey.of(opened.epoch, opened.request)
+        self._key = f"{opened.epoch}/{rank}"
+        self._session = WriterSession(
+            f"{opened.epoch} rank {rank}",
+            deadline_s=clock() + ticket.timeout_ms / 1000,
+            fence_timeout_s=limits.fence_timeout_s,
+        )
+        self._loop = asyncio.get_running_loop()
+        self._outbox: asyncio.Queue[handoff_pb2.WriterEvent | None] = asyncio.Queue()
+        self._postings: dict[int, Posting] = {}
+        self._num_parts = 0
+        self._relayed_bytes = 0
+        self._writer_open = False
+        self.done: asyncio.Future[Outcome] = self._loop.create_future()
+        self.sources_free: asyncio.Future[None] = self._loop.create_future()
+
+    @property
+    def relayed_tokens(self) -> Span:
+        """The positions that the ranks must write between them."""
+        return Span(self._ticket.resident_tokens, self._ticket.prompt_tokens)
+
+    # ---- from any thread ----
+
+    def add_part(self, layer: int, tokens: Span, src_pages: Pages) -> None:
+        """Send rows that are final; their pages must not change until `sources_free`. From one thread only.
+
+        Args:
+            tokens: inside `relayed_tokens`.
+            src_pages: page of our own pool for each prompt page that `tokens` touches.
+        """
+        assert tokens.intersect(self.relayed_tokens) == tokens, f"{tokens} is not to be relayed"
+        ranges = part_ranges(
+            layout=self._pool.layout, layer=layer, tokens=tokens, pages=src_pages, pool_pages=self._pool.num_pages
+        )
+        part = Part(self._num_parts, layer, tokens, self._pool.checksum(ranges))
+        self._num_parts += 1
+        copies = cut_part(
+            layout=self._pool.layout,
+            layer=layer,
+            tokens=tokens,
+            src_pages=src_pages,
+            src_pool_pages=self._pool.num_pages,
+            dst_pages=self._dst_pages,
+            dst_pool_pages=self._address.pool_pages,
+        )
+        posting = Posting(copies, encode(Notice(self._notice_key, self._rank, part)))
+        self._call_soon(lambda: self._add(part, posting))
+
+    def seal(self, *, first_token: SampledToken | None, cached_tokens: int) -> None:
+        """Say that no part will follow; the first token comes from rank 0 and only from it."""
+        assert (first_token is not None) == (self._rank == 0), "rank 0, and only it, has the first token"
+        self._call_soon(lambda: self._feed(wt.Seal(first_token, cached_tokens)))
+
+    def abort(self, reason: str) -> None:
+        """Give up. Legal at any time, as often as one likes."""
+        self._call_soon(lambda: self._feed(wt.GiveUp(reason, tell_reader=True)))
+
+    # ---- on the loop ----
+
+    async def run(self) -> Outcome:
+        """Attach and stay until the end; return what `done` resolves with. To stop it early, use `abort`."""
+        ticker = asyncio.create_task(self._tick())
+        async with connect(self._ticket.decode_endpoint, max_message_bytes=self._limits.max_message_bytes) as channel:
+            conversation = asyncio.create_task(self._converse(channel))
+            outcome = await asyncio.shield(self.done)
+            ticker.cancel()
+            self._outbox.put_nowait(None)
+            await asyncio.wait((conversation,), timeout=_GOODBYE_S)
+            conversation.cancel()
+            await asyncio.wait((conversation,))
+        if self._writer_open:
+            self._thread.close_writer(self._key)
+        return outcome
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._feed(wt.Tick())
+
+    async def _converse(self, channel: aio.Channel) -> None:
+        why = "decode ended the stream"
+        try:
+            async for event in decode_pb2_grpc.DecodeNodeStub(channel).Attach(self._say()):
+                self._hear(event)
+        except aio.AioRpcError as err:
+            why = str(from_rpc_error(err, peer=self._ticket.decode_endpoint))
+        self._feed(wt.StreamLost(why))
+
+    async def _say(self) -> AsyncIterator[handoff_pb2.WriterEvent]:
+        yield handoff_pb2.WriterEvent(hello=self._hello())
+        while (event := await self._outbox.get()) is not None:
+            yield event
+
+    def _hello(self) -> handoff_pb2.AttachHello:
+        return handoff_pb2.AttachHello(
+            epoch=self._ticket.epoch,
+            request=self._ticket.request,
+            writer=incarnation_to_pb(self._writer),
+            rank=self._rank,
+            one_time_token=self._ticket.one_time_token,
+            layout_fingerprint=self._pool.layout.fingerprint,
+            address=address_to_pb(self._thread.address),
+        )
+
+    def _hear(self, event: handoff_pb2.ReaderEvent) -> None:
+        match event.WhichOneof("event"):
+            case "attached":
+                self._feed(wt.Attached())
+            case "admitted":
+                self._feed(wt.Admitted())
+            case "abort":
+                self._feed(wt.GiveUp(f"decode gave up: {event.abort.reason}", tell_reader=False))
+            case _:
+                pass  # closed: the reader is done with everybody; nothing follows for us
+
+    def _add(self, part: Part, posting: Posting) -> None:
+        self._postings[part.part_id] = posting
+        self._feed(wt.AddPart(part))
+
+    def _on_transfer(self, events: tuple[TransferEvent, ...]) -> None:
+        self._call_soon(lambda: self._feed_all(events))
+
+    def _feed_all(self, events: tuple[TransferEvent, ...]) -> None:
+        for event in events:
+            self._feed(event)
+
+    def _feed(self, event: wt.WriterEvent) -> None:
+        try:
+            actions = self._session.handle(event, now_s=self._clock())
+        except StaleMessageError as err:
+            self._counters.add("handoff_events_stale_total")
+            logging.getLogger(__name__).warning("ignored: %s", err)
+            return
+        for action in actions:
+            self._do(action)
+
+    def _do(self, action: wt.WriterAction) -> None:
+        match action:
+            case wt.Post():
+                self._post(action.part)
+            case wt.Finish():
+                self._thread.finish(self._key)
+            case wt.StopAndFence():
+                self._thread.fence(self._key)
+            case wt.SendManifest():
+                manifest = manifest_to_pb(action.of_rank(self._rank), num_bytes=self._relayed_bytes)
+                self._outbox.put_nowait(handoff_pb2.WriterEvent(manifest=manifest))
+            case wt.SendAbort():
+                self._outbox.put_nowait(handoff_pb2.WriterEvent(abort=handoff_pb2.WriterAbort(reason=action.reason)))
+            case wt.SendFenced():
+                self._counters.add(f"fences_{action.proof.value}_total")
+                self._outbox.put_nowait(handoff_pb2.WriterEvent(fenced=proof_to_pb(action.proof)))
+            case wt.FreeSources():
+                self._postings.clear()
+                if not self.sources_free.done():
+                    self.sources_free.set_result(None)
+            case wt.Settle():
+                self._end(Settled(self._relayed_bytes))
+            case wt.Fail():
+                self._end(Failed(action.reason, action.stuck))
+
+    def _end(self, outcome: Outcome) -> None:
+        kind = "settled" if isinstance(outcome, Settled) else "stuck" if outcome.stuck else "failed"
+        self._counters.add(f"writers_{kind}_total")
+        self.done.set_result(outcome)
+
+    def _post(self, part: Part) -> None:
+        if not self._writer_open:
+            self._writer_open = True
+            self._thread.open_writer(
+                self._key,
+                self._address,
+                fence_cell=cell_of(self._ticket.fence_slot, self._rank),
+                fence_value=self._ticket.epoch.counter,
+                on_events=self._on_transfer,
+            )
+        self._relayed_bytes += part.tokens.num_tokens * self._pool.layout.row_bytes
+        self._thread.post_part(self._key, self._postings.pop(part.part_id))
+
+    def _call_soon(self, call: Callable[[], object]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            # The loop is closed: the process is ending, and nobody is left to be told.
+            logging.getLogger(__name__).warning("%s: the event loop is closed", self._key)
