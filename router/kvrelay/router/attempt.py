@@ -1,0 +1,224 @@
+"""One try of a request on one pair of nodes: the reservation, the two streams, the leases, and their clean-up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from grpc import aio
+
+from kvrelay.core.clock import Deadline
+from kvrelay.core.errors import DeadlineError, UnavailableError
+from kvrelay.core.grpc_status import from_rpc_error
+from kvrelay.core.types import Incarnation, Role, Sampling
+from kvrelay.proto import convert
+from kvrelay.proto.v1 import common_pb2, decode_pb2, handoff_pb2, prefill_pb2
+from kvrelay.router.leases import LeaseKeeper, Peer
+from kvrelay.router.legs import LegFailedError, LegMessage, Legs
+from kvrelay.router.peers import Node, Peers, Placed
+
+ABORT_TIMEOUT_S = 1.0
+SETTLE_TIMEOUT_S = 5.0  # for prefill to say its last word after decode has finished
+
+
+class Background:
+    """Tasks that outlive a request by a bounded time: aborts and last words."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def wait(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What every attempt of every request shares."""
+
+    me: Incarnation
+    peers: Peers
+    leases: LeaseKeeper
+    background: Background
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one attempt has to do: the prompt ends with `num_sent` tokens that the client has already."""
+
+    ref: common_pb2.RequestRef
+    prompt: npt.NDArray[np.int32]
+    sampling: Sampling  # max_tokens counts from here
+    num_sent: int
+
+
+class Attempt:
+    """Call reserve, start, then next until the request has ended; always close."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        placed: Placed,
+        work: Work,
+        deadline: Deadline,
+    ) -> None:
+        self._shared = shared
+        self._placed = placed
+        self._deadline = deadline
+        self._ref = work.ref
+        self._packed = convert.pack_ids(work.prompt)
+        self._sampling = convert.sampling_to_pb(work.sampling)
+        self._num_sent = work.num_sent
+        self._ticket: handoff_pb2.Ticket | None = None
+        self._held: dict[Role, Peer] = {}
+        nodes = {Role.PREFILL: placed.prefill.incarnation}
+        if placed.decode is not None:
+            nodes[Role.DECODE] = placed.decode.incarnation
+        self._legs = Legs(nodes)
+        self._begun: set[Role] = set()  # nodes that may know of this attempt
+        self.finished = False  # the request's last token has come
+        self.decode_finished = False
+
+    async def reserve(self) -> None:
+        """Reserve decode's pages; nothing to do for a request that ends at prefill.
+
+        Raises:
+            LegFailedError: decode refused or could not be reached.
+        """
+        node = self._placed.decode
+        if node is None:
+            return
+        request = decode_pb2.ReserveRequest(
+            request=self._ref,
+            holder=convert.incarnation_to_pb(self._shared.me),
+            node=convert.incarnation_to_pb(node.incarnation),
+            writer=convert.incarnation_to_pb(self._placed.prefill.incarnation),
+            ring_size=self._placed.prefill.ring_size,
+            packed_ids=self._packed,
+            sampling=self._sampling,
+            layout_fingerprint=node.layout_fingerprint,
+            num_sent_tokens=self._num_sent,
+            prefix_seed=self._placed.prefix_seed,
+            timeout_ms=self._timeout_ms(),
+        )
+        self._begun.add(Role.DECODE)
+        try:
+            reply = await self._shared.peers.decode(node).Reserve(request, timeout=self._deadline.remaining_s())
+        except aio.AioRpcError as err:
+            cause = from_rpc_error(err, peer=str(node.incarnation))
+            if isinstance(cause, UnavailableError):
+                self._shared.peers.put_aside(node.incarnation, str(cause))
+            raise LegFailedError(cause, frozenset({node.incarnation})) from err
+        self._ticket = reply.ticket
+        self._hold(Role.DECODE, node)
+
+    def start(self) -> None:
+        """Open both streams."""
+        timeout_s = self._deadline.remaining_s()
+        if self._placed.decode is not None and self._ticket is not None:
+            decode = self._shared.peers.decode(self._placed.decode)
+            request = decode_pb2.DecodeRequest(request=self._ref, epoch=self._ticket.epoch)
+            self._legs.start(Role.DECODE, decode.Decode(request, timeout=timeout_s))
+        node = self._placed.prefill
+        prefill = self._shared.peers.prefill(node)
+        self._begun.add(Role.PREFILL)
+        call = prefill.Prefill(
+            prefill_pb2.PrefillRequest(
+                request=self._ref,
+                holder=convert.incarnation_to_pb(self._shared.me),
+                node=convert.incarnation_to_pb(node.incarnation),
+                packed_ids=self._packed,
+                sampling=self._sampling,
+                ticket=self._ticket,
+                num_sent_tokens=self._num_sent,
+                prefix_seed=self._placed.prefix_seed,
+            ),
+            timeout=timeout_s,
+        )
+        self._hold(Role.PREFILL, node)
+        self._legs.start(Role.PREFILL, call)
+
+    async def next(self, timeout_s: float) -> LegMessage | None:
+        """Return the next message of either leg, or None.
+
+        Raises:
+            LegFailedError: a leg failed.
+            DeadlineError: the request's time is over.
+        """
+        remaining_s = self._deadline.remaining_s()
+        if remaining_s <= 0:
+            raise DeadlineError(f"request {self._ref.request_id} ran out of time")
+        try:
+            message = await self._legs.next(min(timeout_s, remaining_s))
+        except LegFailedError as err:
+            for culprit in err.culprits:
+                if isinstance(err.cause, UnavailableError):
+                    self._shared.peers.put_aside(culprit, str(err.cause))
+            raise
+        if self._legs.ended(Role.PREFILL):
+            self._drop(Role.PREFILL)
+        return message
+
+    def check_not_ended(self, *, first_token_came: bool) -> None:
+        """Raise LegFailedError when a stream that still had something to say has ended."""
+        if self._legs.ended(Role.PREFILL) and not first_token_came:
+            raise self._ended_early(self._placed.prefill)
+        if self._placed.decode is not None and self._legs.ended(Role.DECODE) and not self.decode_finished:
+            raise self._ended_early(self._placed.decode)
+
+    def decode_admitted(self) -> None:
+        """From here on decode holds the request itself."""
+        self._drop(Role.DECODE)
+
+    async def close(self) -> None:
+        """End both legs and drop the leases; after a failure tell both nodes, in the background."""
+        for role in tuple(self._held):
+            self._drop(role)
+        if self.finished and self.decode_finished:
+            await self._legs.stop(Role.DECODE)
+            self._shared.background.run(self._legs.finish(Role.PREFILL, SETTLE_TIMEOUT_S))
+            return
+        await self._legs.stop_all()
+        for role in self._begun:
+            # A request that ended with its first token leaves decode's reservation; prefill ends by itself.
+            if role is Role.DECODE or not self.finished:
+                self._shared.background.run(self._abort(role))
+
+    async def _abort(self, role: Role) -> None:
+        reason = "ended with the first token" if self.finished else "the other leg or the client is gone"
+        request = common_pb2.AbortRequest(request=self._ref, reason=reason)
+        with suppress(aio.AioRpcError):  # streams and leases end it as well
+            if role is Role.PREFILL:
+                await self._shared.peers.prefill(self._placed.prefill).Abort(request, timeout=ABORT_TIMEOUT_S)
+            elif self._placed.decode is not None:
+                await self._shared.peers.decode(self._placed.decode).Abort(request, timeout=ABORT_TIMEOUT_S)
+
+    def _ended_early(self, node: Node) -> LegFailedError:
+        cause = UnavailableError(f"{node.incarnation} ended its stream before its last message")
+        return LegFailedError(cause, frozenset({node.incarnation}))
+
+    def _hold(self, role: Role, node: Node) -> None:
+        loop = asyncio.get_running_loop()
+        peer = Peer(role, node.endpoint)
+        self._held[role] = peer
+
+        def on_lost() -> None:
+            loop.call_soon_threadsafe(self._legs.lost, role)
+
+        self._shared.leases.hold(peer, self._ref.request_id, on_lost)
+
+    def _drop(self, role: Role) -> None:
+        peer = self._held.pop(role, None)
+        if peer is not None:
+            self._shared.leases.drop(peer, self._ref.request_id)
+
+    def _timeout_ms(self) -> int:
+        return max(1, int(self._deadline.remaining_s() * 1e3))

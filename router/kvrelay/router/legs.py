@@ -1,0 +1,115 @@
+"""The two streams of one attempt, merged into one queue: what prefill says, what decode says, and how each ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable
+from dataclasses import dataclass
+
+from grpc import aio
+
+from kvrelay.core.errors import ServeError, UnavailableError
+from kvrelay.core.grpc_status import from_rpc_error
+from kvrelay.core.types import Incarnation, Role
+from kvrelay.proto.v1 import decode_pb2, prefill_pb2
+
+# A failure of one leg soon makes the other fail too; waiting this long tells which one was the cause.
+SECOND_FAILURE_S = 0.3
+
+LegMessage = prefill_pb2.PrefillEvent | decode_pb2.DecodeEvent
+
+
+@dataclass(frozen=True, slots=True)
+class LegEnded:
+    """A stream is over: cleanly, or with an error."""
+
+    role: Role
+    error: ServeError | None
+
+
+class LegFailedError(ServeError):
+    """An attempt failed. `cause` is what the client should hear; `culprits` are nodes that a retry avoids."""
+
+    def __init__(self, cause: ServeError, culprits: frozenset[Incarnation]) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.culprits = culprits
+
+
+class Legs:
+    """Owns the streams of one attempt. Use `next`; leave through `stop`."""
+
+    def __init__(self, nodes: dict[Role, Incarnation]) -> None:
+        self._nodes = nodes
+        self._queue: asyncio.Queue[LegMessage | LegEnded] = asyncio.Queue()
+        self._tasks: dict[Role, asyncio.Task[None]] = {}
+        self._ended: dict[Role, LegEnded] = {}
+
+    def start(self, role: Role, call: AsyncIterable[LegMessage]) -> None:
+        self._tasks[role] = asyncio.create_task(self._pump(role, call))
+
+    def lost(self, role: Role) -> None:
+        """Say that a node no longer knows the request (from the lease keeper, on the event loop)."""
+        error = UnavailableError(f"{self._nodes[role]} no longer knows the request")
+        self._queue.put_nowait(LegEnded(role, error))
+
+    async def next(self, timeout_s: float) -> LegMessage | None:
+        """Return the next message, or None when none came in time or a leg ended cleanly.
+
+        Raises:
+            LegFailedError: a leg failed; the other one may still be running.
+        """
+        try:
+            item = await asyncio.wait_for(self._queue.get(), timeout_s)
+        except TimeoutError:
+            return None
+        if not isinstance(item, LegEnded):
+            return item
+        self._ended[item.role] = item
+        if item.error is not None:
+            raise await self._failure(item.role, item.error)
+        return None
+
+    def ended(self, role: Role) -> bool:
+        return role in self._ended
+
+    async def stop(self, role: Role) -> None:
+        """Cancel one leg and wait until its call is gone."""
+        task = self._tasks.pop(role, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def stop_all(self) -> None:
+        for role in tuple(self._tasks):
+            await self.stop(role)
+
+    async def finish(self, role: Role, timeout_s: float) -> None:
+        """Let one leg run to its own end, for a bounded time."""
+        task = self._tasks.get(role)
+        if task is not None:
+            await asyncio.wait((task,), timeout=timeout_s)
+        await self.stop(role)
+
+    async def _pump(self, role: Role, call: AsyncIterable[LegMessage]) -> None:
+        try:
+            async for message in call:
+                self._queue.put_nowait(message)
+            self._queue.put_nowait(LegEnded(role, None))
+        except aio.AioRpcError as err:
+            self._queue.put_nowait(LegEnded(role, from_rpc_error(err, peer=str(self._nodes[role]))))
+
+    async def _failure(self, role: Role, error: ServeError) -> LegFailedError:
+        errors = {role: error}
+        others = [task for other, task in self._tasks.items() if other is not role]
+        if others and error.retry_elsewhere:
+            await asyncio.wait(others, timeout=SECOND_FAILURE_S)
+            while not self._queue.empty():
+                item = self._queue.get_nowait()
+                if isinstance(item, LegEnded) and item.error is not None:
+                    errors.setdefault(item.role, item.error)
+        # A broken connection is a cause; an error that a node could still report is usually a consequence.
+        broken = {failed for failed, err in errors.items() if isinstance(err, UnavailableError)}
+        blamed = [failed for failed in errors if not broken or failed in broken]
+        cause = errors[blamed[0]]
+        return LegFailedError(cause, frozenset(self._nodes[failed] for failed in blamed))

@@ -1,0 +1,56 @@
+"""What a request needs of the rest of the router, as seams: nodes, channels to them, and who chooses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.core.types import Incarnation
+from kvrelay.index.reader import Confidence
+from kvrelay.proto.v1 import decode_pb2_grpc, prefill_pb2_grpc
+
+
+class Node(Protocol):
+    """What this module needs to know of a node."""
+
+    @property
+    def incarnation(self) -> Incarnation: ...
+    @property
+    def endpoint(self) -> str: ...
+    @property
+    def ring_size(self) -> int: ...
+    @property
+    def layout_fingerprint(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A decision of the placer. `release` takes the request's load off the placer's books; call it once."""
+
+    prefill: Node
+    decode: Node | None
+    prefix_seed: bytes
+    confidence: Confidence
+    release: Callable[[], None]
+
+
+class Placer(Protocol):
+    async def place(
+        self, *, token_ids: npt.NDArray[np.int32], max_tokens: int, needs_decode: bool, avoid: frozenset[Incarnation]
+    ) -> Placed:
+        """Choose nodes. Raises UnavailableError when none is left, CapacityError when none has room."""
+        ...
+
+
+class Peers(Protocol):
+    """Channels to nodes."""
+
+    def prefill(self, node: Node) -> prefill_pb2_grpc.PrefillNodeAsyncStub: ...
+    def decode(self, node: Node) -> decode_pb2_grpc.DecodeNodeAsyncStub: ...
+    def put_aside(self, node: Incarnation, reason: str) -> None:
+        """Place nothing on a node for a few seconds: it failed a call."""
+        ...
