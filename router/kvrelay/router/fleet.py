@@ -1,0 +1,185 @@
+"""The nodes as this router sees them: read from the registry, kept when it is unreachable, set aside when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from grpc import aio
+
+from kvrelay.core.clock import Clock, monotonic
+from kvrelay.core.errors import UnavailableError
+from kvrelay.core.types import Incarnation, Role
+from kvrelay.index.registry import NodeRegistry
+from kvrelay.proto import convert
+from kvrelay.proto.server import connect
+from kvrelay.proto.v1 import decode_pb2_grpc, fleet_pb2, prefill_pb2_grpc
+from kvrelay.router.peers import Node
+
+log = logging.getLogger(__name__)
+
+_ROLES = {fleet_pb2.NODE_ROLE_PREFILL: Role.PREFILL, fleet_pb2.NODE_ROLE_DECODE: Role.DECODE}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node's record at its last heartbeat."""
+
+    incarnation: Incarnation
+    role: Role
+    endpoint: str
+    ring_size: int
+    layout_fingerprint: bytes
+    model: str
+    dtype: str
+    max_model_len: int
+    block_tokens: int
+    page_tokens: int
+    total_pages: int
+    free_pages: int
+    active_requests: int
+    queued_tokens: int
+    draining: bool
+
+
+def view_of(record: fleet_pb2.NodeRecord) -> NodeView | None:
+    """Return a record as a view, or None when its role is one that this router does not know."""
+    role = _ROLES.get(record.role)
+    if role is None:
+        return None
+    return NodeView(
+        incarnation=convert.incarnation_from_pb(record.node),
+        role=role,
+        endpoint=record.endpoint,
+        ring_size=record.ring_size,
+        layout_fingerprint=record.layout_fingerprint,
+        model=record.model,
+        dtype=record.dtype,
+        max_model_len=record.max_model_len,
+        block_tokens=record.block_tokens,
+        page_tokens=record.page_tokens,
+        total_pages=record.total_pages,
+        free_pages=record.free_pages,
+        active_requests=record.active_requests,
+        queued_tokens=record.queued_tokens,
+        draining=record.draining,
+    )
+
+
+class FleetView:
+    """Refreshes itself once started; everything runs on one event loop. Implements `peers.Peers`."""
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        *,
+        refresh_s: float,
+        put_aside_s: float,
+        max_message_bytes: int,
+        on_change: Callable[[], None] = lambda: None,
+        clock: Clock = monotonic,
+    ) -> None:
+        """`on_change` is called on the event loop after each refresh."""
+        self._registry = registry
+        self._refresh_s = refresh_s
+        self._put_aside_s = put_aside_s
+        self._max_message_bytes = max_message_bytes
+        self._on_change = on_change
+        self._clock = clock
+        self._records: list[fleet_pb2.NodeRecord] = []
+        self._nodes: dict[Incarnation, NodeView] = {}
+        self._aside_until_s: dict[Incarnation, float] = {}
+        self._channels: dict[str, aio.Channel] = {}
+        self._task: asyncio.Task[None] | None = None
+        self.registry_reachable = False
+
+    async def start(self) -> None:
+        await self.refresh()
+        self._task = asyncio.create_task(self._keep_refreshing())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for channel in self._channels.values():
+            await channel.close()
+
+    def nodes(self) -> tuple[NodeView, ...]:
+        """Return the nodes on which something may be placed: registered, not draining, not set aside."""
+        now_s = self._clock()
+        return tuple(
+            node
+            for name, node in self._nodes.items()
+            if not node.draining and self._aside_until_s.get(name, 0.0) <= now_s
+        )
+
+    def records(self) -> list[fleet_pb2.NodeRecord]:
+        """Return every registered node as it describes itself."""
+        return list(self._records)
+
+    def alive(self, node: Incarnation) -> bool:
+        return node in self._nodes
+
+    def find(self, name: str) -> NodeView | None:
+        """Return the newest life of a node."""
+        return next((node for node in self._nodes.values() if node.incarnation.name == name), None)
+
+    def prefill(self, node: Node) -> prefill_pb2_grpc.PrefillNodeAsyncStub:
+        return prefill_pb2_grpc.PrefillNodeStub(self._channel(node.endpoint))
+
+    def decode(self, node: Node) -> decode_pb2_grpc.DecodeNodeAsyncStub:
+        return decode_pb2_grpc.DecodeNodeStub(self._channel(node.endpoint))
+
+    def put_aside(self, node: Incarnation, reason: str) -> None:
+        log.warning("node %s is set aside for %g s: %s", node, self._put_aside_s, reason)
+        self._aside_until_s[node] = self._clock() + self._put_aside_s
+
+    def mark_draining(self, node: Incarnation) -> None:
+        """Place nothing more on a node, ahead of its own next heartbeat."""
+        if node in self._nodes:
+            self._nodes[node] = replace(self._nodes[node], draining=True)
+
+    async def refresh(self) -> None:
+        """Read the registry once; when it does not answer, the nodes known so far stay."""
+        try:
+            records = await self._registry.nodes()
+        except UnavailableError as err:
+            if self.registry_reachable:
+                log.warning("the registry is unreachable, keeping %d known nodes: %s", len(self._nodes), err)
+            self.registry_reachable = False
+            return
+        if not self.registry_reachable:
+            log.info("the registry answers: %d nodes", len(records))
+        self.registry_reachable = True
+        self._take(records)
+
+    def _take(self, records: list[fleet_pb2.NodeRecord]) -> None:
+        nodes = [node for node in map(view_of, records) if node is not None]
+        self._log_changes({node.incarnation: node for node in nodes})
+        self._records = records
+        self._nodes = {node.incarnation: node for node in nodes}
+        self._aside_until_s = {name: until for name, until in self._aside_until_s.items() if name in self._nodes}
+        in_use = {node.endpoint for node in nodes}
+        for endpoint in [endpoint for endpoint in self._channels if endpoint not in in_use]:
+            # Streams still running on it keep the channel alive until they end; only new calls need a new one.
+            del self._channels[endpoint]
+        self._on_change()
+
+    def _log_changes(self, nodes: dict[Incarnation, NodeView]) -> None:
+        for name in nodes.keys() - self._nodes.keys():
+            log.info("node %s joined: %s, ring of %d", name, nodes[name].role.value, nodes[name].ring_size)
+        for name in self._nodes.keys() - nodes.keys():
+            log.info("node %s left", name)
+
+    async def _keep_refreshing(self) -> None:
+        while True:
+            await asyncio.sleep(self._refresh_s)
+            await self.refresh()
+
+    def _channel(self, endpoint: str) -> aio.Channel:
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            channel = self._channels[endpoint] = connect(endpoint, max_message_bytes=self._max_message_bytes)
+        return channel
