@@ -78,6 +78,7 @@ class FleetView:
         refresh_s: float,
         put_aside_s: float,
         max_message_bytes: int,
+        max_request_s: float,
         on_change: Callable[[], None] = lambda: None,
         clock: Clock = monotonic,
     ) -> None:
@@ -92,6 +93,9 @@ class FleetView:
         self._nodes: dict[Incarnation, NodeView] = {}
         self._aside_until_s: dict[Incarnation, float] = {}
         self._channels: dict[str, aio.Channel] = {}
+        # A node that left the registry may still be streaming, so its channel is closed only when no request can be.
+        self._retire_s = max_request_s
+        self._retired: list[tuple[float, aio.Channel]] = []
         self._task: asyncio.Task[None] | None = None
         self.registry_reachable = False
 
@@ -103,7 +107,7 @@ class FleetView:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for channel in self._channels.values():
+        for channel in (*self._channels.values(), *(channel for _, channel in self._retired)):
             await channel.close()
 
     def nodes(self) -> tuple[NodeView, ...]:
@@ -163,8 +167,7 @@ class FleetView:
         self._aside_until_s = {name: until for name, until in self._aside_until_s.items() if name in self._nodes}
         in_use = {node.endpoint for node in nodes}
         for endpoint in [endpoint for endpoint in self._channels if endpoint not in in_use]:
-            # Streams still running on it keep the channel alive until they end; only new calls need a new one.
-            del self._channels[endpoint]
+            self._retired.append((self._clock() + self._retire_s, self._channels.pop(endpoint)))
         self._on_change()
 
     def _log_changes(self, nodes: dict[Incarnation, NodeView]) -> None:
@@ -177,6 +180,14 @@ class FleetView:
         while True:
             await asyncio.sleep(self._refresh_s)
             await self.refresh()
+            await self._close_retired()
+
+    async def _close_retired(self) -> None:
+        now_s = self._clock()
+        due = [channel for close_at_s, channel in self._retired if close_at_s <= now_s]
+        self._retired = [entry for entry in self._retired if entry[0] > now_s]
+        for channel in due:
+            await channel.close()
 
     def _channel(self, endpoint: str) -> aio.Channel:
         channel = self._channels.get(endpoint)
