@@ -1,0 +1,1 @@
+"""Prefix index and node registry, kept in any server that speaks the Redis protocol."""

@@ -1,0 +1,89 @@
+"""Connections to the index server, the names of its keys, and its errors as ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any
+
+from redis import exceptions
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from kvrelay.core.errors import SettingsError, UnavailableError
+from kvrelay.core.types import Incarnation, Role
+
+_ROLE_LETTER = {Role.PREFILL: b"P", Role.DECODE: b"D"}
+_LETTER_ROLE = {letter: role for role, letter in _ROLE_LETTER.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Every key of one fleet. The hash tag keeps them on one shard of a clustered server."""
+
+    fleet: str
+
+    @property
+    def node_names(self) -> str:
+        """Set of the names of registered nodes."""
+        return f"kvrelay:{{{self.fleet}}}:nodes"
+
+    @property
+    def node_prefix(self) -> str:
+        """+ node name: its record; lives for one lease."""
+        return f"kvrelay:{{{self.fleet}}}:node:"
+
+    @property
+    def holders(self) -> str:
+        """Set of the ids of everybody who holds blocks."""
+        return f"kvrelay:{{{self.fleet}}}:holders"
+
+    @property
+    def blocks_prefix(self) -> str:
+        """+ holder id: set of the hashes of its blocks; lives for one lease."""
+        return f"kvrelay:{{{self.fleet}}}:blocks:"
+
+
+def connect(url: str, *, timeout_s: float) -> Redis:
+    """Return a client; connects lazily. A broken connection is replaced once, then the error counts.
+
+    Raises:
+        SettingsError: the URL is not one of a Redis-protocol server.
+    """
+    try:
+        return Redis.from_url(
+            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 1)
+        )
+    except ValueError as err:
+        raise SettingsError(f"index_url {url!r}: {err}") from err
+
+
+async def ask(command: Awaitable[Any]) -> Any:
+    """Return the answer to a command.
+
+    Raises:
+        UnavailableError: the server did not answer, or with an error.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "called from a task"
+    cancels = task.cancelling()
+    try:
+        answer = await command
+    except (exceptions.RedisError, OSError, TimeoutError) as err:
+        raise UnavailableError(f"index server: {err or type(err).__name__}") from err
+    finally:
+        if task.cancelling() > cancels:  # the client library swallows some cancellations
+            raise asyncio.CancelledError
+    return answer
+
+
+def holder_id(node: Incarnation, role: Role) -> bytes:
+    """Return the bytes that name one life of one node in the index."""
+    return _ROLE_LETTER[role] + node.start_id.to_bytes(8, "big") + node.name.encode()
+
+
+def holder_of(raw: bytes) -> tuple[Incarnation, Role]:
+    """Undo `holder_id`."""
+    return Incarnation(raw[9:].decode(), int.from_bytes(raw[1:9], "big")), _LETTER_ROLE[raw[:1]]

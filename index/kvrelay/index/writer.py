@@ -1,0 +1,170 @@
+"""What a node tells the index about its blocks.
+
+Each holder has one set of hashes, so a node that is gone takes its blocks with it when the set's lease runs out. The
+set also tells whether the server has lost it: a writer that finds its set missing gives all its hashes again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+
+from kvrelay.core.errors import UnavailableError
+from kvrelay.core.types import Counters, Incarnation, Role
+from kvrelay.index.client import Keys, ask, connect, holder_id
+from kvrelay.index.reader import INCOMPLETE
+
+LEASE_S = 30.0
+KEEPALIVE_S = 5.0
+MAX_PENDING = 1 << 18  # hashes that wait for the server
+_BATCH = 4096
+_TIMEOUT_S = 2.0
+_RETRY_S = 1.0
+
+# KEYS: holders, blocks. ARGV: holder, lease in ms, then pairs of '+' or '-' and hashes in one string.
+# Answers whether the set was there before. '!alive' is in every set, so that a holder of nothing still has one.
+_APPLY = """
+local was_there = redis.call('EXISTS', KEYS[2])
+redis.call('SADD', KEYS[1], ARGV[1])
+redis.call('SADD', KEYS[2], '!alive')
+for at = 3, #ARGV, 2 do
+  local command = ARGV[at] == '+' and 'SADD' or 'SREM'
+  for first = 1, #ARGV[at + 1], 16 * 512 do
+    local names = {}
+    for start = first, math.min(first + 16 * 512, #ARGV[at + 1] + 1) - 1, 16 do
+      names[#names + 1] = string.sub(ARGV[at + 1], start, start + 15)
+    end
+    redis.call(command, KEYS[2], unpack(names))
+  end
+end
+redis.call('PEXPIRE', KEYS[2], ARGV[2])
+return was_there
+"""
+
+_log = logging.getLogger(__name__)
+
+
+class PrefixWriter:
+    """Publishes the blocks of one life of one node. To be used from one event loop.
+
+    `publish` and `retract` only queue and never wait; a task of the writer sends. When the queue overflows, or the
+    server comes back without our set, everything is given again from `all_hashes`, and until that is done the set is
+    marked incomplete.
+    """
+
+    def __init__(
+        self, url: str, fleet: str, *, node: Incarnation, role: Role, all_hashes: Callable[[], Iterable[bytes]]
+    ) -> None:
+        """
+        Args:
+            all_hashes: returns the hashes of all blocks that the node holds now; called on the event loop.
+        """
+        keys = Keys(fleet)
+        self._redis = connect(url, timeout_s=_TIMEOUT_S)
+        self._apply = self._redis.register_script(_APPLY)
+        self._holder = holder_id(node, role)
+        self._holders_key = keys.holders
+        self._blocks_key = keys.blocks_prefix.encode() + self._holder
+        self._all_hashes = all_hashes
+        self._pending: deque[tuple[bytes, bytes]] = deque()  # (b"+" or b"-", hash), in order
+        self._wake = asyncio.Event()
+        self._must_republish = False
+        self._set_exists = False  # on the server, as far as we know
+        self._task: asyncio.Task[None] | None = None
+        self.counters = Counters()  # published, retracted, dropped, republished
+
+    async def start(self) -> None:
+        """Begin to send."""
+        self._task = asyncio.create_task(self._run(), name="prefix-writer")
+
+    async def stop(self) -> None:
+        """Stop sending and take this holder out of the index if the server answers."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        try:
+            await ask(self._redis.delete(self._blocks_key))
+        except UnavailableError as err:
+            _log.info("not withdrawn from the index, its lease will: %s", err)
+        await self._redis.aclose()
+
+    def publish(self, hashes: Sequence[bytes]) -> None:
+        """Say that the node holds these blocks now, first block of a prefix first."""
+        self._queue(b"+", hashes)
+
+    def retract(self, hashes: Sequence[bytes]) -> None:
+        """Say that the node holds these blocks no more."""
+        self._queue(b"-", hashes)
+
+    def _queue(self, sign: bytes, hashes: Sequence[bytes]) -> None:
+        if len(self._pending) + len(hashes) > MAX_PENDING:
+            self.counters.add("index_dropped", len(self._pending) + len(hashes))
+            self._pending.clear()
+            self._must_republish = True
+        else:
+            self._pending.extend((sign, one) for one in hashes)
+        self._wake.set()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                if self._must_republish:
+                    await self._republish()
+                else:
+                    await self._send_pending()
+            except UnavailableError as err:
+                _log.warning("blocks not published, trying again: %s", err)
+                self._must_republish = True
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if self._pending or self._must_republish:
+                continue
+            self._wake.clear()
+            with suppress(TimeoutError):  # then it is time for a sign of life
+                async with asyncio.timeout(KEEPALIVE_S):
+                    await self._wake.wait()
+
+    async def _send_pending(self) -> None:
+        """Send one batch, which may be empty: then it only renews the lease."""
+        batch = [self._pending.popleft() for _ in range(min(_BATCH, len(self._pending)))]
+        was_there = await self._send(_grouped(batch))
+        self._must_republish = self._must_republish or (self._set_exists and not was_there)
+        self._set_exists = True
+        for sign, name in ((b"+", "index_published"), (b"-", "index_retracted")):
+            self.counters.add(name, sum(1 for one, _ in batch if one == sign))
+
+    async def _republish(self) -> None:
+        self._must_republish = False  # an overflow from here on asks for another round
+        hashes = iter(list(self._all_hashes()))
+        await ask(self._redis.delete(self._blocks_key))
+        await self._send([b"+", INCOMPLETE])
+        kept = True
+        while batch := list(islice(hashes, _BATCH)):
+            kept &= await self._send([b"+", b"".join(batch)])
+        kept &= await self._send([b"-", INCOMPLETE])
+        self._must_republish = self._must_republish or not kept
+        self._set_exists = True
+        self.counters.add("index_republished")
+
+    async def _send(self, operations: list[bytes]) -> bool:
+        keys: list[bytes | str] = [self._holders_key, self._blocks_key]
+        args: list[bytes | int] = [self._holder, int(LEASE_S * 1000), *operations]
+        return bool(await ask(self._apply(keys=keys, args=args)))
+
+
+def _grouped(batch: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
+    """Return runs of equal sign as alternating sign and joined hashes."""
+
+    def runs() -> Iterator[tuple[bytes, list[bytes]]]:
+        run: list[bytes] = []
+        for at, (sign, one) in enumerate(batch):
+            run.append(one)
+            if at + 1 == len(batch) or batch[at + 1][0] != sign:
+                yield sign, run
+                run = []
+
+    return [part for sign, run in runs() for part in (sign, b"".join(run))]

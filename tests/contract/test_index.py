@@ -1,0 +1,370 @@
+"""One suite for every index server: the one that comes with us, and a plain Redis where one is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvrelay.core import prefix_hash
+from kvrelay.core.errors import SettingsError, StaleMessageError, UnavailableError
+from kvrelay.core.types import Incarnation, Role
+from kvrelay.index import writer as writer_module
+from kvrelay.index.reader import Confidence, Match, PrefixReader
+from kvrelay.index.registry import NodeRegistry
+from kvrelay.index.server import EmbeddedServer
+from kvrelay.index.writer import PrefixWriter
+from kvrelay.proto import convert
+from kvrelay.proto.v1.fleet_pb2 import NODE_ROLE_PREFILL, NodeRecord
+
+FLEET = "test"
+A, B = Incarnation("a", 1), Incarnation("b", 2**63 - 1)
+HASHES = prefix_hash.chain(prefix_hash.seed(fingerprint=b"f" * 16), np.arange(40 * 64, dtype=np.int32), block_tokens=64)
+
+
+@pytest.fixture(params=["embedded", "redis-server"])
+def program(request: pytest.FixtureRequest) -> Path | None:
+    if request.param == "embedded":
+        return None
+    found = shutil.which("redis-server")
+    if found is None:
+        pytest.skip("no redis-server on this machine")
+    return Path(found)
+
+
+@pytest.fixture
+def server(program: Path | None) -> Iterator[EmbeddedServer]:
+    started = EmbeddedServer.start(program=program)
+    yield started
+    started.stop()
+
+
+@asynccontextmanager
+async def a_writer(
+    server: EmbeddedServer, node: Incarnation = A, role: Role = Role.PREFILL, *, holding: Sequence[bytes] = ()
+) -> AsyncIterator[PrefixWriter]:
+    """A writer of a node that holds `holding` all the time."""
+    writer = PrefixWriter(server.url, FLEET, node=node, role=role, all_hashes=lambda: holding)
+    await writer.start()
+    writer.publish(holding)
+    try:
+        yield writer
+    finally:
+        await writer.stop()
+
+
+@asynccontextmanager
+async def a_reader(server: EmbeddedServer) -> AsyncIterator[PrefixReader]:
+    reader = PrefixReader(server.url, FLEET)
+    try:
+        yield reader
+    finally:
+        await reader.close()
+
+
+@asynccontextmanager
+async def a_registry(server: EmbeddedServer) -> AsyncIterator[NodeRegistry]:
+    registry = NodeRegistry(server.url, FLEET)
+    try:
+        yield registry
+    finally:
+        await registry.close()
+
+
+async def blocks_of(reader: PrefixReader, hashes: Sequence[bytes]) -> dict[str, int]:
+    return {one.node.name: one.num_blocks for one in (await reader.longest(hashes)).holdings}
+
+
+async def eventually(reader: PrefixReader, hashes: Sequence[bytes], wanted: dict[str, int]) -> None:
+    for _ in range(250):
+        if await blocks_of(reader, hashes) == wanted:
+            return
+        await asyncio.sleep(0.02)
+    assert await blocks_of(reader, hashes) == wanted
+
+
+def a_record(node: Incarnation, *, free_pages: int = 0) -> NodeRecord:
+    return NodeRecord(node=convert.incarnation_to_pb(node), role=NODE_ROLE_PREFILL, free_pages=free_pages)
+
+
+async def names(registry: NodeRegistry) -> dict[str, int]:
+    return {record.node.name: record.node.start_id for record in await registry.nodes()}
+
+
+# -- registry
+
+
+async def test_a_registered_node_is_listed_until_it_withdraws(server: EmbeddedServer) -> None:
+    async with a_registry(server) as registry:
+        await registry.register(a_record(A))
+        await registry.register(a_record(B, free_pages=7))
+        listed = {record.node.name: record for record in await registry.nodes()}
+        await registry.withdraw(A)
+
+        assert listed["a"] == a_record(A)
+        assert listed["b"].free_pages == 7
+        assert await names(registry) == {"b": B.start_id}
+
+
+async def test_a_node_without_heartbeats_is_forgotten_when_its_lease_is_over(server: EmbeddedServer) -> None:
+    async with a_registry(server) as registry:
+        await registry.register(a_record(A), ttl_s=0.1)
+        await registry.register(a_record(B), ttl_s=0.1)
+        await registry.heartbeat(a_record(B), ttl_s=5)
+        await asyncio.sleep(0.15)
+
+        assert await names(registry) == {"b": B.start_id}
+
+
+async def test_a_newer_life_of_a_name_replaces_the_older_which_is_told(server: EmbeddedServer) -> None:
+    younger = Incarnation("a", 99)
+    async with a_registry(server) as registry:
+        await registry.register(a_record(A))
+        await registry.register(a_record(younger))
+        with pytest.raises(StaleMessageError, match="'a'"):
+            await registry.heartbeat(a_record(A))
+        await registry.withdraw(A)
+
+        assert await names(registry) == {"a": 99}
+
+
+async def test_a_heartbeat_enters_a_node_that_the_server_has_lost(server: EmbeddedServer) -> None:
+    async with a_registry(server) as registry:
+        await registry.heartbeat(a_record(A))
+
+        assert await names(registry) == {"a": 1}
+
+
+async def test_fleets_on_one_server_do_not_see_each_other(server: EmbeddedServer) -> None:
+    async with a_registry(server) as registry, a_writer(server, holding=HASHES):
+        await registry.register(a_record(A))
+        other_registry, other_reader = NodeRegistry(server.url, "other"), PrefixReader(server.url, "other")
+
+        assert await other_registry.nodes() == []
+        assert (await other_reader.longest(HASHES)).holdings == ()
+        await other_registry.close()
+        await other_reader.close()
+
+
+async def test_a_registry_without_a_server_says_so() -> None:
+    registry = NodeRegistry("redis://127.0.0.1:1/0", FLEET)
+
+    with pytest.raises(UnavailableError, match="index server"):
+        await registry.nodes()
+    await registry.close()
+
+
+def test_an_index_url_of_something_else_is_refused() -> None:
+    with pytest.raises(SettingsError, match="ftp"):
+        NodeRegistry("ftp://127.0.0.1", FLEET)
+
+
+# -- prefix index
+
+
+async def test_the_longest_prefix_is_told_per_holder(server: EmbeddedServer) -> None:
+    async with a_writer(server, A) as a, a_writer(server, B, Role.DECODE) as b, a_reader(server) as reader:
+        a.publish(HASHES[:30])
+        b.publish(HASHES[:1])
+        await eventually(reader, HASHES, {"a": 30, "b": 1})
+
+        answer = await reader.longest(HASHES)
+        assert answer.confidence is Confidence.EXACT
+        assert {(one.node, one.role) for one in answer.holdings} == {(A, Role.PREFILL), (B, Role.DECODE)}
+        assert await blocks_of(reader, HASHES[:5]) == {"a": 5, "b": 1}
+        assert await blocks_of(reader, []) == {"a": 0, "b": 0}
+
+
+@pytest.mark.parametrize("missing", [0, 1, 8, 9, 39])
+async def test_a_prefix_ends_at_the_first_block_that_is_missing(server: EmbeddedServer, missing: int) -> None:
+    async with a_writer(server) as writer, a_reader(server) as reader:
+        writer.publish(HASHES)
+        writer.retract([HASHES[missing]])
+
+        await eventually(reader, HASHES, {"a": missing})
+
+
+async def test_publish_and_retract_take_effect_in_order(server: EmbeddedServer) -> None:
+    async with a_writer(server) as writer, a_reader(server) as reader:
+        for _ in range(3):
+            writer.publish(HASHES)
+            writer.retract(HASHES[3:])
+        writer.publish(HASHES[3:7])
+
+        await eventually(reader, HASHES, {"a": 7})
+
+
+async def test_a_prefix_of_4096_blocks_is_found_whole(server: EmbeddedServer) -> None:
+    many = prefix_hash.chain(b"", np.arange(4096 * 64, dtype=np.int32), block_tokens=64)
+    async with a_writer(server) as writer, a_reader(server) as reader:
+        writer.publish(many)
+
+        await eventually(reader, many, {"a": 4096})
+
+
+async def test_a_restarted_node_does_not_inherit_its_old_blocks(server: EmbeddedServer) -> None:
+    reborn = Incarnation("a", 77)
+    async with a_writer(server, A, holding=HASHES), a_reader(server) as reader:
+        await eventually(reader, HASHES, {"a": 40})
+        async with a_writer(server, reborn):
+            await asyncio.sleep(0.1)
+
+            found = {one.node: one.num_blocks for one in (await reader.longest(HASHES)).holdings}
+            assert found == {A: 40, reborn: 0}
+
+
+async def test_a_holder_whose_lease_is_over_is_forgotten(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "LEASE_S", 0.1)
+    async with a_writer(server, holding=HASHES), a_reader(server) as reader:
+        await asyncio.sleep(0.4)
+
+        assert (await reader.longest(HASHES)).holdings == ()
+
+
+async def test_blocks_come_back_after_the_server_restarted_empty(
+    server: EmbeddedServer, program: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "KEEPALIVE_S", 0.1)
+    monkeypatch.setattr(writer_module, "_RETRY_S", 0.1)
+    async with a_writer(server, holding=HASHES[:5]) as writer, a_reader(server) as reader:
+        await eventually(reader, HASHES, {"a": 5})
+        server.stop()
+        away = await reader.longest(HASHES)
+        again = await asyncio.to_thread(EmbeddedServer.start, server.port, program=program)
+        try:
+            assert away.confidence is Confidence.FALLBACK
+            await eventually(reader, HASHES, {"a": 5})
+            assert (await reader.longest(HASHES)).confidence is Confidence.EXACT
+            assert writer.counters.values["index_republished"] >= 1
+        finally:
+            again.stop()
+
+
+async def test_an_overflowing_queue_is_counted_and_heals(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_writer(server, holding=HASHES[:20]) as writer, a_reader(server) as reader:
+        await eventually(reader, HASHES, {"a": 20})
+        monkeypatch.setattr(writer_module, "MAX_PENDING", 10)
+        writer.retract(HASHES[:20])
+
+        assert writer.counters.values["index_dropped"] == 20
+        await eventually(reader, HASHES, {"a": 20})
+
+
+async def test_an_incomplete_holder_makes_the_answer_degraded(server: EmbeddedServer) -> None:
+    async with a_reader(server) as reader:
+        # A writer that is stopped in the middle of giving everything again.
+        release = asyncio.Event()
+        writer = SlowWriter(server.url, FLEET, node=A, role=Role.PREFILL, all_hashes=lambda: HASHES)
+        writer.release = release
+        writer.publish([HASHES[0]] * (writer_module.MAX_PENDING + 1))
+        await writer.start()
+        await eventually(reader, HASHES, {"a": 0})
+        during = await reader.longest(HASHES)
+        release.set()
+        await eventually(reader, HASHES, {"a": 40})
+        after = await reader.longest(HASHES)
+        await writer.stop()
+
+    assert (during.confidence, after.confidence) == (Confidence.DEGRADED, Confidence.EXACT)
+
+
+class SlowWriter(PrefixWriter):
+    """Waits after each command that it has sent."""
+
+    release: asyncio.Event
+
+    async def _send(self, operations: list[bytes]) -> bool:
+        was_there = await super()._send(operations)
+        await self.release.wait()
+        return was_there
+
+
+async def test_a_silent_server_costs_a_request_no_more_than_the_time_limit(server: EmbeddedServer) -> None:
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_server(swallow, "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    reader = PrefixReader(f"redis://127.0.0.1:{port}/0", FLEET)
+
+    first_s, first = await timed(lambda: reader.longest(HASHES))
+    second_s, second = await timed(lambda: reader.longest(HASHES))
+
+    assert first.confidence is second.confidence is Confidence.FALLBACK
+    assert first_s < 0.35
+    assert second_s < 0.05  # nobody waits for a server that has just failed to answer
+    await reader.close()
+    silent.close()
+
+
+async def timed(ask: Callable[[], Awaitable[Match]]) -> tuple[float, Match]:
+    began_s = time.monotonic()
+    answer = await ask()
+    return time.monotonic() - began_s, answer
+
+
+async def test_a_cancelled_command_is_cancelled(server: EmbeddedServer) -> None:
+    reader = PrefixReader(server.url, FLEET)
+    for num_switches in range(0, 60, 3):  # wherever the command is when the cancellation comes
+
+        async def ask_and_go_on() -> None:
+            await reader.longest(HASHES)
+            await asyncio.sleep(5)
+
+        task = asyncio.create_task(ask_and_go_on())
+        for _ in range(num_switches):
+            await asyncio.sleep(0)
+        task.cancel()
+
+        done, _ = await asyncio.wait([task], timeout=1)
+        assert done, num_switches
+    await reader.close()
+
+
+# -- embedded server
+
+
+def test_a_stopped_server_is_not_alive_and_stops_twice() -> None:
+    server = EmbeddedServer.start()
+    assert server.alive
+
+    server.stop()
+    server.stop()
+
+    assert not server.alive
+
+
+def test_the_embedded_server_ends_with_the_process_that_started_it() -> None:
+    code = (
+        "import os, signal\n"
+        "from kvrelay.index.server import EmbeddedServer\n"
+        "print(EmbeddedServer.start().pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    pid = int(done.stdout)
+
+    until_s = time.monotonic() + 5
+    while _runs(pid) and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
