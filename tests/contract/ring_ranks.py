@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +25,6 @@ from kvrelay.prefill_node.leader import Done, Failed, FirstToken, JobEvent, Lead
 from kvrelay.prefill_node.pages import RingPages
 from kvrelay.prefill_node.rank import RankWorker
 from kvrelay.prefill_node.ring import Ring
-from kvrelay.prefill_node.ring_plan import PageTable, positions_of
 from kvrelay.prefill_node.settings import RankPlace
 from kvrelay.proto.v1 import common_pb2, handoff_pb2, ring_pb2
 
@@ -51,17 +51,15 @@ class RecordingWriter:
     """Keeps a copy of every row that is handed over for relaying, as it is at that moment."""
 
     pool: LatentPool
-    rank: int
     rows: dict[tuple[int, int], Array] = field(default_factory=dict)  # (layer, position) -> row
     twice: int = 0
     sealed_with: tuple[SampledToken | None, int] | None = None
     failure: str | None = None
 
-    def add_part(self, *, layer: int, tokens: Span, pages: PageTable) -> None:
-        positions = positions_of((tokens,))
-        assert (pages.owners[positions // PAGE_TOKENS] == self.rank).all()
-        slots = torch.from_numpy(pages.pages[positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS)
-        for position, row in zip(positions.tolist(), self.pool.read(layer, slots).numpy(), strict=True):
+    def add_part(self, layer: int, tokens: Span, src_pages: Mapping[int, int]) -> None:
+        positions = range(tokens.start, tokens.end)
+        slots = torch.tensor([src_pages[one // PAGE_TOKENS] * PAGE_TOKENS + one % PAGE_TOKENS for one in positions])
+        for position, row in zip(positions, self.pool.read(layer, slots).numpy(), strict=True):
             self.twice += (layer, position) in self.rows
             self.rows[layer, position] = row
 
@@ -102,7 +100,7 @@ def compute(
     writers: list[RecordingWriter] = []
 
     def open_writer(_: ring_pb2.RingOpen) -> RecordingWriter:
-        writers.append(RecordingWriter(pool, ring.rank))
+        writers.append(RecordingWriter(pool))
         return writers[-1]
 
     planner = ChunkPlanner(

@@ -12,13 +12,15 @@ from pathlib import Path
 import psutil
 import torch
 
-from kvrelay.core.errors import ModelLoadError, SettingsError
+from kvrelay.core.errors import SettingsError
 from kvrelay.core.types import Counters, Incarnation
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.fence_cells import HostCells, TensorCells
+from kvrelay.kv_transfer.local import Limits
 from kvrelay.kv_transfer.transport import Cells, Region, Transport, agent_name
 from kvrelay.kv_transfer.values import MAX_RING_SIZE
 from kvrelay.kvcache.pool import LatentPool
+from kvrelay.kvcache.sizing import pool_pages
 from kvrelay.model.checkpoint import load_model
 from kvrelay.model.transformer import Model
 from kvrelay.prefill_node.chunk_plan import ChunkPlanner
@@ -28,8 +30,6 @@ from kvrelay.prefill_node.rank import RankWorker
 from kvrelay.prefill_node.ring import Ring
 from kvrelay.prefill_node.settings import PrefillSettings, RankPlace
 
-# Without pool_pages and pool_mib: this part of the memory that is free once the model is loaded.
-_GPU_POOL_SHARE, _CPU_POOL_SHARE = 0.8, 0.1
 _LOG = logging.getLogger(__name__)
 
 
@@ -80,7 +80,14 @@ class Compute:
             Path(settings.model), dtype=settings.dtype, device=device, max_model_len=settings.max_model_len or None
         )
         layout = model.layout(block_tokens=settings.block_tokens)
-        num_pages = _num_pages(settings, place, device, layout.page_bytes_all_layers)
+        num_pages = pool_pages(
+            layout,
+            pages=settings.pool_pages,
+            mib=settings.pool_mib,
+            free_bytes=_free_bytes(place, device),
+            longest_tokens=model.config.max_model_len,
+            on_gpu=device.type == "cuda",
+        )
         _LOG.info("rank %d: %s on %s, %d pages", place.rank, settings.model, device, num_pages)
         return cls(device, model, LatentPool(layout, num_pages, device))
 
@@ -132,9 +139,14 @@ class Compute:
         """Return the worker of this rank; `wake` is called when a hand-off has moved on."""
         ring = Ring(group, self.pool, counters)
         opener = WriterOpener(
-            transfer, self.pool, node, ring.rank, loop, max_message_bytes=settings.max_message_bytes,
-            fence_timeout_s=settings.fence_timeout_s, wake=wake,
-        )  # fmt: skip
+            transfer=transfer,
+            pool=self.pool,
+            node=node,
+            rank=ring.rank,
+            loop=loop,
+            limits=Limits(fence_timeout_s=settings.fence_timeout_s, max_message_bytes=settings.max_message_bytes),
+            wake=wake,
+        )
         planner = ChunkPlanner(
             rank=ring.rank,
             ring_size=ring.size,
@@ -144,19 +156,12 @@ class Compute:
         )
         return RankWorker(
             self.model, self.pool, ring, open_writer=opener, planner=planner, counters=counters,
-            more_counters=(transfer.counters,),
+            more_counters=(transfer.counters, opener.counters),
         )  # fmt: skip
 
 
-def _num_pages(settings: PrefillSettings, place: RankPlace, device: torch.device, page_bytes: int) -> int:
-    if settings.pool_pages:
-        return settings.pool_pages
-    if settings.pool_mib:
-        num_bytes = settings.pool_mib << 20
-    elif device.type == "cuda":
-        num_bytes = int(torch.cuda.mem_get_info(device)[0] * _GPU_POOL_SHARE)
-    else:
-        num_bytes = int(psutil.virtual_memory().available * _CPU_POOL_SHARE) // place.ring_size
-    if num_bytes < page_bytes:
-        raise ModelLoadError(f"a pool of {num_bytes} bytes does not hold one page of {page_bytes} bytes")
-    return num_bytes // page_bytes
+def _free_bytes(place: RankPlace, device: torch.device) -> int:
+    """Return the memory that is this rank's to use; ranks on CPUs share their host's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available // place.ring_size

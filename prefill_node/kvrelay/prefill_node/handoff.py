@@ -1,31 +1,149 @@
-"""Opens this rank's end of each hand-off."""
+"""Opens this rank's end of each hand-off, and shows the step thread what became of it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping, Sequence
 
-from kvrelay.core.types import Incarnation
+import torch
+import xxhash
+
+from kvrelay.core.errors import ServeError
+from kvrelay.core.shard import Span
+from kvrelay.core.types import Counters, Incarnation, SampledToken
 from kvrelay.kv_transfer.agent_thread import TransferThread
+from kvrelay.kv_transfer.local import Checksum, Limits, LocalPool
+from kvrelay.kv_transfer.writer_endpoint import Failed, Outcome, WriterEndpoint
+from kvrelay.kvcache.checksum import checksum_ranges
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.prefill_node.rank import Writer
 from kvrelay.proto.v1 import ring_pb2
 
+_LOG = logging.getLogger(__name__)
+
 
 class WriterOpener:
+    """Makes the writers of one rank. Called on the step thread; the streams live on the event loop."""
+
     def __init__(
         self,
+        *,
         transfer: TransferThread,
         pool: LatentPool,
         node: Incarnation,
         rank: int,
         loop: asyncio.AbstractEventLoop,
-        *,
-        max_message_bytes: int,
-        fence_timeout_s: float,
+        limits: Limits,
         wake: Callable[[], None],
     ) -> None:
+        """
+        Args:
+            wake: called on the loop whenever a hand-off has ended or its sources are free.
+        """
+        self.counters = Counters()  # of the event loop's thread
+        self._transfer = transfer
+        self._pool = LocalPool(pool.layout, pool.num_pages, pool_checksum(pool))
+        self._node = node
+        self._rank = rank
         self._loop = loop
+        self._limits = limits
+        self._wake = wake
+        self._runs: set[asyncio.Task[Outcome]] = set()
 
     def __call__(self, opened: ring_pb2.RingOpen) -> Writer:
-        raise NotImplementedError
+        """Start to attach to the ticket's decode node; parts may be added at once."""
+        try:
+            # The loop never waits for this thread, so this takes no longer than a turn of the loop.
+            return asyncio.run_coroutine_threadsafe(self._start(opened), self._loop).result()
+        except ServeError as err:
+            return RefusedWriter(str(err))
+
+    async def _start(self, opened: ring_pb2.RingOpen) -> EndpointWriter:
+        endpoint = WriterEndpoint(
+            ticket=opened.ticket,
+            writer=self._node,
+            rank=self._rank,
+            pool=self._pool,
+            thread=self._transfer,
+            counters=self.counters,
+            limits=self._limits,
+        )
+        writer = EndpointWriter(endpoint, self._wake)
+        run = asyncio.create_task(endpoint.run(), name=f"handoff {opened.request.request_id}")
+        self._runs.add(run)
+        run.add_done_callback(self._runs.discard)
+        return writer
+
+
+class EndpointWriter:
+    """A WriterEndpoint whose state the step thread may read."""
+
+    def __init__(self, endpoint: WriterEndpoint, wake: Callable[[], None]) -> None:
+        self.failure: str | None = None
+        self.settled = False
+        self.sources_free = False
+        self._endpoint = endpoint
+        self._wake = wake
+        endpoint.done.add_done_callback(self._on_done)
+        endpoint.sources_free.add_done_callback(self._on_sources_free)
+
+    def add_part(self, layer: int, tokens: Span, src_pages: Mapping[int, int]) -> None:
+        self._endpoint.add_part(layer, tokens, src_pages)
+
+    def seal(self, *, first_token: SampledToken | None, cached_tokens: int) -> None:
+        self._endpoint.seal(first_token=first_token, cached_tokens=cached_tokens)
+
+    def abort(self, reason: str) -> None:
+        self._endpoint.abort(reason)
+
+    def _on_done(self, done: asyncio.Future[Outcome]) -> None:
+        outcome = done.result()
+        if isinstance(outcome, Failed):
+            self.failure = outcome.reason
+            if outcome.stuck:
+                _LOG.error("a hand-off holds its pages until this node restarts: %s", outcome.reason)
+        else:
+            self.settled = True
+        self._wake()
+
+    def _on_sources_free(self, _: asyncio.Future[None]) -> None:
+        self.sources_free = True
+        self._wake()
+
+
+class RefusedWriter:
+    """A hand-off that could not begin: its ticket is wrong for this rank."""
+
+    settled = False
+    sources_free = True
+
+    def __init__(self, failure: str) -> None:
+        self.failure = failure
+
+    def add_part(self, layer: int, tokens: Span, src_pages: Mapping[int, int]) -> None:
+        """Nothing leaves."""
+
+    def seal(self, *, first_token: SampledToken | None, cached_tokens: int) -> None:
+        """Nothing is sealed."""
+
+    def abort(self, reason: str) -> None:
+        """It has failed already."""
+
+
+def pool_checksum(pool: LatentPool) -> Checksum:
+    """Return the checksum over a pool's bytes; on a GPU it waits for the kernels that produce them."""
+    if pool.device.type == "cpu":
+        memory = pool.memory()
+        return lambda ranges: checksum_ranges(memory, ranges)
+    slab_bytes = pool.num_pages * pool.layout.page_bytes
+
+    def on_device(ranges: Sequence[tuple[int, int]]) -> int:
+        digest = xxhash.xxh3_64()
+        for offset_bytes, num_bytes in ranges:
+            layer, start = divmod(offset_bytes, slab_bytes)
+            piece = pool.rows(layer).view(torch.uint8).view(-1)[start : start + num_bytes]
+            digest.update(memoryview(piece.cpu().numpy()))
+        return digest.intdigest()
+
+    return on_device

@@ -8,7 +8,7 @@ they delay neither the compute nor the new rows.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvrelay.core.shard import Span
@@ -23,8 +23,8 @@ PORTION_TOKENS = 8192
 class PartWriter(Protocol):
     """What the relay needs of a WriterEndpoint. Called on the step thread."""
 
-    def add_part(self, *, layer: int, tokens: Span, pages: PageTable) -> None:
-        """Checksum rows that are final and queue their write."""
+    def add_part(self, layer: int, tokens: Span, src_pages: Mapping[int, int]) -> None:
+        """Checksum rows that are final and queue their write; src_pages names the page of each prompt page."""
         ...
 
     def seal(self, *, first_token: SampledToken | None, cached_tokens: int) -> None:
@@ -57,13 +57,13 @@ class Relay:
         for span in spans:
             wanted = span.intersect(Span(self._resident_tokens, span.end))
             if wanted is not None:
-                self._writer.add_part(layer=layer, tokens=wanted, pages=self._table)
+                self._add(layer, wanted)
 
     def pump(self, portions: int = 1) -> None:
         """Send some of the backlog; seal when it was the last thing that was missing."""
         for _ in range(min(portions, len(self._backlog))):
             layer, span = self._backlog.popleft()
-            self._writer.add_part(layer=layer, tokens=span, pages=self._table)
+            self._add(layer, span)
         if self._seal_with is not None and not self._backlog and not self.sealed:
             self.sealed = True
             first_token, cached_tokens = self._seal_with
@@ -78,6 +78,9 @@ class Relay:
     def pending(self) -> bool:
         """`pump` has something left to do now."""
         return bool(self._backlog)
+
+    def _add(self, layer: int, tokens: Span) -> None:
+        self._writer.add_part(layer, tokens, self._table.pages_of(tokens))
 
     def _portions(self, tokens: Span) -> list[Span]:
         wanted = tokens.intersect(Span(self._resident_tokens, tokens.end))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +76,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
             job = self._checked(request)
             remaining_s = context.time_remaining()
             limit_s = self._facts.max_request_s if remaining_s is None else remaining_s
-            async for event in self._run(job, incarnation_from_pb(request.holder), Deadline.after(limit_s)):
-                yield event
+            run = self._run(job, incarnation_from_pb(request.holder), Deadline.after(limit_s))
+            async with aclosing(run) as events:  # a caller that goes away ends the job at once
+                async for event in events:
+                    yield event
 
     async def Abort(
         self, request: common_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
@@ -115,13 +118,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         self._leader.call(collect)
         return await answer
 
-    async def _run(self, job: Job, holder: Incarnation, deadline: Deadline) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+    async def _run(
+        self, job: Job, holder: Incarnation, deadline: Deadline
+    ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         received_s, loop = monotonic(), asyncio.get_running_loop()
         events: asyncio.Queue[JobEvent] = asyncio.Queue()
         self._active.add(job.key)
         self._leases.open(job.key, request_id=job.request.request_id, holder=holder)
         self._leader.submit(job, lambda event: loop.call_soon_threadsafe(events.put_nowait, event))
-        over, prefilled_tokens = False, 0
+        over, has_token, prefilled_tokens = False, False, 0
         try:
             while not over:
                 try:
@@ -135,7 +140,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
                     raise event.error
                 if isinstance(event, Progress):
                     prefilled_tokens = event.prefilled_tokens
-                over = isinstance(event, Done)
+                    if has_token:  # nothing is left to progress
+                        continue
+                has_token, over = has_token or isinstance(event, FirstToken), isinstance(event, Done)
                 yield _event_to_pb(event, received_s)
         finally:
             self._active.discard(job.key)

@@ -1,0 +1,328 @@
+"""A prefill node as routers and decode nodes see it: real processes, real NIXL."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from functools import cache
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+import psutil
+import pytest
+import pytest_asyncio
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from contract.prefill_process import Client, DecodePeer, NodeProcess, decode_peer, nodes_of, prefill_node
+from contract.ring_ranks import Case, alone
+from kvrelay.index.server import EmbeddedServer
+from kvrelay.kv_transfer.values import Request
+from kvrelay.proto.v1 import common_pb2, prefill_pb2
+from oracle_data import FOLDER
+
+MODEL = "v3_noaux"
+CHUNK = 128
+
+
+@cache
+def recorded() -> dict[str, npt.NDArray[Any]]:
+    path = FOLDER / MODEL / "oracle.npz"
+    if not path.exists():
+        pytest.skip(f"recorded reference {MODEL} is not on this machine")
+    with np.load(path) as arrays:
+        return dict(arrays)
+
+
+def a_ref() -> common_pb2.RequestRef:
+    return common_pb2.RequestRef(request_id=secrets.token_hex(6), attempt=1)
+
+
+def request_of(ref: common_pb2.RequestRef) -> Request:
+    return Request(ref.request_id, ref.attempt)
+
+
+def some_prompt(num_tokens: int) -> list[int]:
+    return [secrets.randbelow(250) for _ in range(num_tokens)]
+
+
+def latents_of(prompt: list[int]) -> npt.NDArray[np.float32]:
+    """Return [layers, tokens, W], computed by one rank in this process."""
+    rows = alone(Case(FOLDER / MODEL, tuple(prompt), 4096)).rows
+    layers = 1 + max(layer for layer, _ in rows)
+    return np.stack([[rows[layer, one] for one in range(len(prompt))] for layer in range(layers)])
+
+
+@pytest.fixture(scope="module")
+def index() -> Iterator[EmbeddedServer]:
+    recorded()
+    server = EmbeddedServer.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "ring-of-2"])
+def node(request: pytest.FixtureRequest, index: EmbeddedServer) -> Iterator[NodeProcess]:
+    name = f"prefill-{request.param}"
+    options = ("--chunk-tokens", str(CHUNK), "--lease-s", "3")
+    with prefill_node(FOLDER / MODEL, *options, ring_size=request.param, index_url=index.url, name=name) as started:
+        yield started
+
+
+@pytest_asyncio.fixture
+async def client(node: NodeProcess) -> AsyncIterator[Client]:
+    client = Client(node)
+    yield client
+    await client.close()
+
+
+@pytest_asyncio.fixture
+async def peer() -> AsyncIterator[DecodePeer]:
+    async with decode_peer(FOLDER / MODEL) as started:
+        yield started
+
+
+async def events_of(call: Any) -> list[prefill_pb2.PrefillEvent]:
+    return [event async for event in call]
+
+
+def kinds(events: list[prefill_pb2.PrefillEvent]) -> list[str | None]:
+    return [event.WhichOneof("event") for event in events]
+
+
+async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await events_of(call)
+    return caught.value.code(), caught.value.details() or ""
+
+
+async def test_everything_lands_and_the_first_token_is_the_reference(client: Client, peer: DecodePeer) -> None:
+    prompt = recorded()["prompt_1500"].tolist()
+    ref = a_ref()
+    ticket, pages = peer.reserve(ref, client.node, len(prompt))
+
+    events = await events_of(client.prefill(ref, prompt, ticket=ticket))
+
+    seen = kinds(events)
+    assert (seen[0], seen[-2:], set(seen[1:-2])) == ("started", ["first_token", "done"], {"progress"})
+    token = recorded()["greedy_1500"][0]
+    assert events[-2].first_token.token.token_id == token
+    admitted = await asyncio.wait_for(peer.admitted.get(), 5)
+    assert admitted.first_token.token_id == token
+    rows = peer.rows(pages, len(prompt)).numpy()
+    assert np.abs(rows - latents_of(prompt)).max() < 1e-4
+    assert events[-1].done.relayed_bytes == admitted.relayed_bytes == rows.nbytes
+    assert admitted.early_bytes > 0.8 * admitted.relayed_bytes
+    await client.settled()
+
+
+async def test_a_second_request_with_the_same_prefix_executes_only_the_rest(client: Client, peer: DecodePeer) -> None:
+    prompt = some_prompt(400)
+    await events_of(client.prefill(a_ref(), prompt[:330]))
+    before = (await client.settled()).counters["prefill_tokens_executed"]
+    ref = a_ref()
+    ticket, pages = peer.reserve(ref, client.node, len(prompt), resident_tokens=64)
+
+    events = await events_of(client.prefill(ref, prompt, ticket=ticket))
+
+    assert events[0].started.cached_tokens == 320
+    assert (await client.settled()).counters["prefill_tokens_executed"] - before == 80
+    admitted = await asyncio.wait_for(peer.admitted.get(), 5)
+    assert admitted.cached_tokens == 320
+    landed = peer.rows(pages, len(prompt)).numpy()[:, 64:]
+    assert np.abs(landed - latents_of(prompt)[:, 64:]).max() < 1e-4
+
+
+async def test_a_wholly_resident_prompt_seals_with_zero_bytes(client: Client, peer: DecodePeer) -> None:
+    prompt, ref = some_prompt(100), a_ref()
+    ticket, _ = peer.reserve(ref, client.node, 100, resident_tokens=100)
+
+    events = await events_of(client.prefill(ref, prompt, ticket=ticket))
+
+    assert events[-1].done.relayed_bytes == 0
+    assert (await asyncio.wait_for(peer.admitted.get(), 5)).relayed_bytes == 0
+    await client.settled()
+
+
+@pytest.mark.parametrize("how", ["abort", "cancel", "decode"])
+async def test_an_end_in_the_middle_returns_all_pages_on_both_sides(client: Client, peer: DecodePeer, how: str) -> None:
+    prompt, ref = some_prompt(1800), a_ref()
+    ticket, _ = peer.reserve(ref, client.node, len(prompt))
+    call = client.prefill(ref, prompt, ticket=ticket)
+    async for event in call:
+        if event.WhichOneof("event") == "progress":
+            break
+
+    if how == "abort":
+        reply = await client.stub.Abort(common_pb2.AbortRequest(request=ref, reason="by the test"))
+        assert reply.was_active
+        assert (await status_of(call)) == (grpc.StatusCode.CANCELLED, "by the test")
+    elif how == "cancel":
+        call.cancel()
+    else:
+        peer.hub.abort(request_of(ref), "decode gave up")
+        code, text = await status_of(call)
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert "decode gave up" in text
+
+    await client.settled()
+    await peer.all_pages_free()
+
+
+async def test_an_abort_is_legal_at_any_time_and_wins_over_a_late_prefill(client: Client) -> None:
+    ref = a_ref()
+    assert not (await client.stub.Abort(common_pb2.AbortRequest(request=ref))).was_active
+    assert not (await client.stub.Abort(common_pb2.AbortRequest(request=ref))).was_active
+
+    code, text = await status_of(client.prefill(ref, some_prompt(10)))
+
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "attempt 1" in text
+
+
+async def test_a_first_token_that_ends_the_request_leaves_nothing_reserved(client: Client, peer: DecodePeer) -> None:
+    prompt, ref = recorded()["prompt_333"].tolist(), a_ref()
+    ticket, _ = peer.reserve(ref, client.node, len(prompt))
+    stop = int(recorded()["greedy_333"][0])
+    sampling = common_pb2.Sampling(max_tokens=8, stop_token_ids=[stop])
+
+    events = await events_of(client.prefill(ref, prompt, ticket=ticket, sampling=sampling))
+
+    first = next(event.first_token for event in events if event.WhichOneof("event") == "first_token")
+    assert (first.token.token_id, first.finish_reason) == (stop, common_pb2.FINISH_REASON_STOP)
+    await asyncio.wait_for(peer.failed.get(), 5)
+    await peer.all_pages_free()
+    await client.settled()
+
+
+async def test_requests_meant_for_others_or_wrong_in_themselves_are_refused(client: Client, peer: DecodePeer) -> None:
+    other = common_pb2.Incarnation(name=client.node.record.node.name, start_id=1)
+    prompt, ref = some_prompt(70), a_ref()
+    ticket, _ = peer.reserve(ref, client.node, 70)
+    garbled = type(ticket).FromString(ticket.SerializeToString())
+    garbled.layout_fingerprint = b"x" * 16
+    refusals = [
+        (client.prefill(a_ref(), prompt, node=other), grpc.StatusCode.UNAVAILABLE, "this is"),
+        (client.prefill(a_ref(), []), grpc.StatusCode.INVALID_ARGUMENT, "0 tokens"),
+        (client.prefill(a_ref(), [10**6]), grpc.StatusCode.INVALID_ARGUMENT, "token id 1000000"),
+        (client.prefill(a_ref(), some_prompt(2049)), grpc.StatusCode.INVALID_ARGUMENT, "2049 tokens"),
+        (client.prefill(a_ref(), prompt, packed_ids=b"abc"), grpc.StatusCode.INVALID_ARGUMENT, "3 bytes"),
+        (client.prefill(ref, prompt, ticket=garbled), grpc.StatusCode.FAILED_PRECONDITION, "layout"),
+        (client.prefill(a_ref(), prompt, ticket=ticket), grpc.StatusCode.FAILED_PRECONDITION, "the ticket is for"),
+        (client.prefill(ref, some_prompt(69), ticket=ticket), grpc.StatusCode.INVALID_ARGUMENT, "69"),
+    ]
+
+    for call, code, text in refusals:
+        seen, details = await status_of(call)
+        assert (seen, text in details) == (code, True), details
+
+    peer.hub.abort(request_of(ref), "not used")
+
+
+async def test_a_silent_holder_loses_its_request_and_a_renewing_one_keeps_it(client: Client, peer: DecodePeer) -> None:
+    silent, renewed = a_ref(), a_ref()
+    with socket.create_server(("127.0.0.1", 0)) as deaf:  # the hand-offs wait for a decode node that never answers
+        calls = []
+        for ref in (silent, renewed):
+            ticket, _ = peer.reserve(ref, client.node, 70)
+            ticket.decode_endpoint = f"127.0.0.1:{deaf.getsockname()[1]}"
+            calls.append(asyncio.create_task(status_of(client.prefill(ref, some_prompt(70), ticket=ticket))))
+        holder = common_pb2.Incarnation(name="router-for-tests", start_id=7)
+        renewal = common_pb2.RenewRequest(holder=holder, request_ids=[renewed.request_id, "another"])
+        for _ in range(5):
+            reply = await client.stub.Renew(renewal)
+            assert (list(reply.unknown_request_ids), reply.lease_ms) == (["another"], 3000)
+            await asyncio.sleep(0.8)
+
+        code, text = await asyncio.wait_for(calls[0], 1)
+        assert (code, "did not renew" in text) == (grpc.StatusCode.CANCELLED, True), text
+        assert not calls[1].done()
+        await client.stub.Abort(common_pb2.AbortRequest(request=renewed, reason="over"))
+        assert await asyncio.wait_for(calls[1], 1) == (grpc.StatusCode.CANCELLED, "over")
+        await client.settled()
+    for ref in (silent, renewed):
+        peer.hub.abort(request_of(ref), "over")
+    await peer.all_pages_free()
+
+
+async def test_a_burst_with_one_new_prefix_computes_it_once(client: Client) -> None:
+    prefix = some_prompt(512)
+    before = (await client.settled()).counters["prefill_tokens_executed"]
+
+    await asyncio.gather(*(events_of(client.prefill(a_ref(), prefix + some_prompt(5))) for _ in range(12)))
+
+    executed = (await client.settled()).counters["prefill_tokens_executed"] - before
+    assert executed == 512 + 12 * 5
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+async def test_a_ring_that_loses_a_rank_leaves_as_a_whole(index: EmbeddedServer, how: str) -> None:
+    options = ("--group-timeout-s", "3")
+    with prefill_node(FOLDER / MODEL, *options, ring_size=3, index_url=index.url, name=f"ring-{how}") as started:
+        ranks = psutil.Process(started.process.pid).children()
+        assert len(ranks) == 2
+        victim = ranks[1]
+        try:
+            os.kill(victim.pid, getattr(signal, how))
+            begun = time.monotonic()
+            status = await asyncio.to_thread(started.process.wait, 15)
+            assert status != 0
+            assert time.monotonic() - begun < 3 + 3
+        finally:
+            if victim.is_running():
+                victim.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=3)
+        assert alive == []
+
+
+@pytest.mark.full
+async def test_a_node_whose_step_does_not_move_is_not_serving_until_it_does(index: EmbeddedServer) -> None:
+    options = ("--group-timeout-s", "40")
+    with prefill_node(FOLDER / MODEL, *options, ring_size=2, index_url=index.url, name="stalls") as started:
+        client = Client(started)
+        health = health_pb2_grpc.HealthStub(aio.insecure_channel(started.endpoint))
+
+        async def becomes(status: int, *, within_s: float) -> None:
+            async with asyncio.timeout(within_s):
+                while (await health.Check(health_pb2.HealthCheckRequest())).status != status:
+                    await asyncio.sleep(0.1)  # noqa: ASYNC110 - another process decides
+
+        (rank,) = psutil.Process(started.process.pid).children()
+        rank.suspend()
+        call = asyncio.create_task(events_of(client.prefill(a_ref(), some_prompt(300))))
+        await becomes(health_pb2.HealthCheckResponse.NOT_SERVING, within_s=15)
+
+        rank.resume()
+
+        await becomes(health_pb2.HealthCheckResponse.SERVING, within_s=5)
+        assert kinds(await call)[-1] == "done"
+        await client.close()
+
+
+async def test_a_drained_node_finishes_its_work_and_exits_with_status_0(index: EmbeddedServer) -> None:
+    with prefill_node(
+        FOLDER / MODEL, "--chunk-tokens", "32", ring_size=2, index_url=index.url, name="leaves"
+    ) as started:
+        client = Client(started)
+        call = client.prefill(a_ref(), recorded()["prompt_1500"].tolist())
+        stream = aiter(call)
+        await anext(stream)
+
+        started.process.terminate()
+        await asyncio.sleep(0.2)
+        late = client.prefill(a_ref(), some_prompt(10))
+        code, _ = await status_of(late)
+        events = [event async for event in stream]
+
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert events[-2].first_token.token.token_id == recorded()["greedy_1500"][0]
+        assert await asyncio.to_thread(started.process.wait, 15) == 0
+        await client.close()
+    assert [one.node.name for one in await asyncio.to_thread(nodes_of, index.url) if one.node.name == "leaves"] == []
