@@ -18,6 +18,7 @@ LIMITS = Limits(max_model_tokens=1000, vocab_size=256, cache_window_tokens=None)
 ASK = Ask(
     request=Request("r", 1),
     node=NODE,
+    holder=Incarnation("router", 5),
     writer=Incarnation("prefill-0", 9),
     ring_size=2,
     prompt_T=np.arange(200, dtype=np.int32),

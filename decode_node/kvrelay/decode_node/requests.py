@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvrelay.core import prefix_hash
 from kvrelay.core.errors import ServeError
 from kvrelay.core.types import Epoch, FinishReason, Incarnation, SampledToken, Sampling
+from kvrelay.kv_transfer.hub_values import AdmittedHandoff
 from kvrelay.kv_transfer.values import Request
 
 
@@ -21,7 +22,8 @@ class Ask:
 
     request: Request
     node: Incarnation  # the incarnation the router chose
-    writer: Incarnation
+    holder: Incarnation  # who renews the lease
+    writer: Incarnation  # the only node that may write
     ring_size: int
     prompt_T: npt.NDArray[np.int32]  # output that was sent before a retry included
     num_sent_tokens: int
@@ -33,14 +35,11 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The request joined the running batch; parts of the time since rank 0's manifest."""
+    """The request joined the running batch."""
 
+    handoff: AdmittedHandoff
     resident_tokens: int
-    exposed_relay_s: float
-    verify_s: float
-    admit_s: float
-    relayed_bytes: int
-    early_bytes: int
+    admit_s: float  # from verified until in the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +74,7 @@ class Record:
     phase: Phase = Phase.WAITING
     has_stream: bool = False
     error: ServeError | None = None  # why we gave up
-    admitted: Admitted | None = None  # lacks its admit_s until the step thread has taken the request
-    sealed_s: float = 0.0
+    handoff: AdmittedHandoff | None = None  # once everything has landed
     output: list[int] = field(default_factory=list)  # the first token included
     num_steps: int = 0
     steps_s: float = 0.0
@@ -94,8 +92,19 @@ class Record:
     def is_active(self) -> bool:
         return self.phase is not Phase.OVER
 
+    @property
+    def finish_of_first(self) -> FinishReason | None:
+        """Why the request ends with its first token, if it does."""
+        if self.output[0] in self.ask.sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.max_tokens == 1 else None
+
     def done(self, reason: FinishReason) -> Done:
         return Done(reason, self.steps_s / max(self.num_steps, 1), self.num_steps)
+
+    def admitted(self, at_s: float) -> Admitted:
+        assert self.handoff is not None, f"{self.epoch} was not handed over"
+        return Admitted(self.handoff, self.resident_tokens, at_s - self.handoff.sealed_at_s)
 
     def written_hashes(self, block_tokens: int) -> list[bytes]:
         """Return the names of all full blocks whose rows are written: of the prompt and of the fed-back output."""

@@ -1,0 +1,335 @@
+"""What a decode node does with a request, from Reserve to its last token. Owned by the asyncio thread; never waits.
+
+Events come from the servicer, the hand-off hub, the step thread and the timer. Pages return to the allocator in one
+place, `on_free`, which the hub calls when no writer can reach them any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrelay.core.clock import Clock, monotonic
+from kvrelay.core.errors import (
+    CapacityError,
+    DeadlineError,
+    RequestCancelledError,
+    ServeError,
+    StaleMessageError,
+    TransferError,
+    UnavailableError,
+)
+from kvrelay.core.layout import PageLayout
+from kvrelay.core.types import Counters, Epoch, FinishReason, Incarnation, SampledToken
+from kvrelay.decode_node import scheduler
+from kvrelay.decode_node.admission import Grant, PageBook
+from kvrelay.decode_node.engine import SequenceState
+from kvrelay.decode_node.intake import Demand, Limits, judge
+from kvrelay.decode_node.records import Records
+from kvrelay.decode_node.requests import Ask, Done, Phase, Record
+from kvrelay.decode_node.runner import Chosen, Crashed, Joined, Left, Report, Stepped, StepThread
+from kvrelay.kv_transfer.hub_values import AdmittedHandoff
+from kvrelay.kv_transfer.reader_hub import ReaderHub
+from kvrelay.kv_transfer.values import Request
+from kvrelay.kvcache.allocator import runs_of
+from kvrelay.model.sampler import SamplerState
+from kvrelay.proto.convert import epoch_from_pb
+from kvrelay.proto.v1 import handoff_pb2
+
+
+class NodeCrashedError(ServeError):
+    """A bug ended a thread of the node; the process is about to exit."""
+
+    retry_elsewhere = True
+
+
+class Publisher(Protocol):
+    """Who tells the prefix index which blocks are here. Never waits."""
+
+    def publish(self, hashes: Sequence[bytes], /) -> None: ...
+
+    def retract(self, hashes: Sequence[bytes], /) -> None: ...
+
+
+@dataclass(slots=True)
+class _Held:
+    """Pages of one epoch, from Reserve until no writer can reach them; its record may be gone before."""
+
+    pages: tuple[int, ...]
+    writable: tuple[int, ...]  # of these, those that the writer may write
+    quarantined: bool = False
+
+
+class DecodeNode:
+    """All requests of one node."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: Incarnation,
+        layout: PageLayout,
+        limits: Limits,
+        book: PageBook,
+        publisher: Publisher,
+        max_requests: int,
+        lease_s: float,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.incarnation = incarnation
+        self.book = book
+        self.records = Records()
+        self.counters = Counters()
+        self.draining = False
+        self.crashed = asyncio.Event()
+        self._layout = layout
+        self._limits = limits
+        self._publisher = publisher
+        self._max_requests = max_requests
+        self._lease_s = lease_s
+        self._clock = clock
+        self._held: dict[int, _Held] = {}  # by epoch counter
+        self._hub: ReaderHub
+        self._steps: StepThread
+
+    def wire(self, *, hub: ReaderHub, steps: StepThread) -> None:
+        """Make the parts known that report back to this one; once, before the first request."""
+        self._hub, self._steps = hub, steps
+
+    @property
+    def is_drained(self) -> bool:
+        """Nothing runs, and no writer is waited for but those whose pages were given up."""
+        return not self.records.num_active and all(held.quarantined for held in self._held.values())
+
+    # ---- what a router asks ----
+
+    def reserve(self, ask: Ask) -> handoff_pb2.Ticket:
+        """Take pages for a request and return the permission to write into them.
+
+        Raises:
+            UnavailableError, LayoutMismatchError, InvalidRequestError: see `judge`; or the node is draining.
+            StaleMessageError: this attempt has a reservation already, or was aborted before it came.
+            CapacityError: no room now.
+        """
+        if self.draining:
+            raise UnavailableError(f"{self.incarnation.name} is draining")
+        demand = judge(ask, node=self.incarnation, layout=self._layout, limits=self._limits)
+        if self.records.was_aborted(ask.request):
+            raise StaleMessageError(f"{ask.request} was aborted")
+        if (active := self.records.num_active) >= self._max_requests:
+            raise CapacityError(f"{active} requests are here, the limit is {self._max_requests}")
+        grant = self.book.reserve(
+            prompt_tokens=demand.prompt_tokens, max_tokens=demand.max_tokens, hashes=demand.hashes or ()
+        )
+        self._publisher.retract(grant.evicted)
+        try:
+            ticket = self._open(ask, demand, grant)
+        except ServeError:
+            self.book.release(grant.pages)
+            raise
+        now_s = self._clock()
+        record = Record(
+            epoch_from_pb(ticket.epoch), ask, demand.max_tokens, grant.pages, grant.resident_tokens, demand.hashes,
+            deadline_s=now_s + ask.timeout_s, renewed_s=now_s,
+        )  # fmt: skip
+        self.records.add(record)
+        self._held[record.key] = _Held(grant.pages, grant.pages[grant.resident_tokens // self._layout.page_tokens :])
+        return ticket
+
+    def open_stream(self, request: Request, epoch: Epoch) -> Record:
+        """Return the record whose events a Decode call is to stream; `close_stream` ends it.
+
+        Raises:
+            StaleMessageError: no such reservation, or it has a stream.
+        """
+        record = self.records.get(epoch.counter) if epoch.decode == self.incarnation else None
+        if record is None or record.ask.request != request:
+            raise StaleMessageError(f"{epoch} holds no reservation of {request}")
+        if record.has_stream:
+            raise StaleMessageError(f"{request} is being streamed already")
+        record.has_stream = True
+        return record
+
+    def close_stream(self, record: Record) -> None:
+        """The stream has ended: told everything, or broken off, which ends the request."""
+        self._give_up(record, RequestCancelledError("the router ended the stream"))
+        self.records.forget(record)
+
+    def abort(self, request: Request, reason: str) -> bool:
+        """End a request early; False when it is unknown or over."""
+        record = self.records.active(request)
+        if record is None:
+            self.records.remember_abort(request)
+            return False
+        self._give_up(record, RequestCancelledError(reason or "aborted"))
+        return True
+
+    def renew(self, holder: Incarnation, request_ids: Iterable[str]) -> list[str]:
+        """Note that the holder of these requests is alive; return those that are not its own, unknown or over."""
+        listed = set(request_ids)
+        known: set[str] = set()
+        for record in self.records.held_by(holder, listed):
+            known.add(record.ask.request.request_id)
+            record.renewed_s = self._clock()
+        self._hub.renew(sorted(known))
+        return sorted(listed - known)
+
+    # ---- what the hand-off hub reports ----
+
+    def on_admitted(self, handoff: AdmittedHandoff) -> None:
+        """All latents of a prompt are here and right: hand the request to the step thread."""
+        record = self.records.get(handoff.epoch.counter)
+        assert record is not None, f"{handoff.epoch} has no request"
+        assert record.phase is Phase.WAITING, f"{record.epoch} was sealed while {record.phase.value}"
+        record.handoff = handoff
+        record.output.append(handoff.first_token.token_id)
+        self.counters.add("relayed_bytes", handoff.relayed_bytes)
+        self.counters.add("early_bytes", handoff.early_bytes)
+        self.counters.add("resident_tokens", record.resident_tokens)
+        self._cache(record)
+        record.phase = Phase.RUNNING
+        finish = record.finish_of_first
+        if finish is None:
+            self._join(record)
+        else:
+            record.events.put_nowait(record.admitted(self._clock()))
+            # The hub notes the admission only when this returns.
+            asyncio.get_running_loop().call_soon(self._finish, record, finish)
+
+    def on_failed(self, epoch: Epoch, request: Request, reason: str) -> None:
+        """The hand-off, or the request as a whole, ends here; its pages come back by `on_free`."""
+        record = self.records.get(epoch.counter)
+        if record is None:
+            return
+        if record.phase is Phase.WAITING:
+            record.phase = Phase.OVER
+        elif record.phase is Phase.RUNNING:
+            record.phase = Phase.LEAVING
+            self._steps.leave(record.key)
+        else:
+            return
+        self.counters.add("requests_failed")
+        record.events.put_nowait(record.error or TransferError(f"{request}: {reason}"))
+
+    def on_quarantined(self, epoch: Epoch) -> None:
+        """A writer's end is not proven in time: the pages that it was allowed to write are lost until it is."""
+        held = self._held[epoch.counter]
+        held.quarantined = True
+        self.book.quarantine(held.writable)
+
+    def on_free(self, epoch: Epoch, pages: tuple[int, ...]) -> None:
+        """No writer can reach the prompt's pages any more, and the step thread has let go of all pages."""
+        held = self._held.pop(epoch.counter)
+        assert pages == held.pages[: len(pages)], f"{epoch} gives back pages that are not its own"
+        if held.quarantined:
+            self.book.unquarantine(held.writable)
+        self.book.release(held.pages)
+
+    # ---- what the step thread reports ----
+
+    def on_report(self, report: Report) -> None:
+        match report:
+            case Stepped():
+                self._count_step(report)
+                for chosen in report.chosen:
+                    self._on_chosen(self.records.get(chosen.key), chosen, report.step_s)
+            case Joined(key, at_s):
+                if (record := self.records.get(key)) is not None:
+                    record.events.put_nowait(record.admitted(at_s))
+            case Left(key):
+                self._hub.released(Epoch(self.incarnation, key))
+            case Crashed(reason):
+                self.crash(f"step thread: {reason}")
+
+    def crash(self, reason: str) -> None:
+        """A thread of this process has ended by a bug: tell every request, and that the process must exit."""
+        for record in self.records:
+            if record.is_active:
+                record.phase = Phase.OVER
+                record.events.put_nowait(NodeCrashedError(f"{self.incarnation.name}: {reason}"))
+        self.crashed.set()
+
+    # ---- time ----
+
+    def tick(self) -> None:
+        """End what is out of time, and what nobody listens to."""
+        now_s = self._clock()
+        for record in self.records:
+            if now_s >= record.deadline_s:
+                self._give_up(record, DeadlineError(f"{record.ask.request}: its time is over"))
+            if not record.has_stream and now_s >= record.renewed_s + self._lease_s:
+                self._give_up(record, RequestCancelledError(f"{record.ask.request}: its holder is silent"))
+                if not record.is_active:
+                    self.records.forget(record)
+
+    # ---- steps of a request's life ----
+
+    def _open(self, ask: Ask, demand: Demand, grant: Grant) -> handoff_pb2.Ticket:
+        return self._hub.reserve(
+            ask.request,
+            writer=ask.writer,
+            ring_size=ask.ring_size,
+            runs=runs_of(grant.pages[: self._layout.pages_for(demand.prompt_tokens)]),
+            resident_tokens=grant.resident_tokens,
+            prompt_tokens=demand.prompt_tokens,
+            timeout_s=ask.timeout_s,
+            lease_s=self._lease_s,
+        )
+
+    def _join(self, record: Record) -> None:
+        ask, first = record.ask, record.output[0]
+        sampler = SamplerState(ask.sampling, ask.prompt_T, ask.num_sent_tokens)
+        sampler.observe(first)
+        sequence = scheduler.Sequence(
+            record.key,
+            position=record.prompt_tokens,
+            last_token=first,
+            tokens_left=record.max_tokens - 1,
+            stop_ids=frozenset(ask.sampling.stop_token_ids),
+        )
+        self._steps.join(sequence, SequenceState.of(record.pages, sampler))
+
+    def _on_chosen(self, record: Record | None, chosen: Chosen, step_s: float) -> None:
+        if record is None or record.phase is not Phase.RUNNING:
+            return  # given up while the step ran: `Left` follows
+        if isinstance(chosen.token, ServeError):
+            self._over(record, chosen.token)
+            return
+        record.num_steps += 1
+        record.steps_s += step_s
+        record.output.append(chosen.token.token_id)
+        record.events.put_nowait(chosen.token)
+        if chosen.finish is not None:
+            self._cache(record)
+            self._finish(record, chosen.finish)
+
+    def _finish(self, record: Record, reason: FinishReason) -> None:
+        if record.phase is Phase.RUNNING:
+            self._over(record, record.done(reason))
+
+    def _over(self, record: Record, last: Done | ServeError) -> None:
+        """End a request whose pages the step thread has let go of."""
+        record.phase = Phase.OVER
+        record.events.put_nowait(last)
+        self.counters.add("requests_failed" if isinstance(last, ServeError) else "requests_finished")
+        self._hub.released(record.epoch)
+
+    def _give_up(self, record: Record, error: ServeError) -> None:
+        """End a request from our side; nothing happens when it is over or leaving already."""
+        if record.phase in (Phase.WAITING, Phase.RUNNING):
+            record.error = error
+            self._hub.abort(record.ask.request, str(error))
+            assert record.phase in (Phase.LEAVING, Phase.OVER), f"{record.epoch} outlives its abort"
+
+    def _cache(self, record: Record) -> None:
+        """Cache and publish all blocks that are written."""
+        hashes = record.written_hashes(self._layout.block_tokens)
+        self._publisher.publish(self.book.cache_blocks(hashes, record.pages))
+
+    def _count_step(self, stepped: Stepped) -> None:
+        bucket = 1 << (len(stepped.chosen) - 1).bit_length()  # 1, 2, 4, 8, ... sequences or less
+        self.counters.add("steps")
+        self.counters.add("tokens", sum(isinstance(chosen.token, SampledToken) for chosen in stepped.chosen))
+        self.counters.add(f"steps_batch_{bucket}")
+        self.counters.add(f"step_ms_batch_{bucket}", stepped.step_s * 1000)

@@ -1,0 +1,204 @@
+"""A decode node as a whole: wires node, hand-off hub, step thread, lease thread, registry and index together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from kvrelay.core.types import Incarnation, Role
+from kvrelay.decode_node.admission import PageBook
+from kvrelay.decode_node.compute import Compute
+from kvrelay.decode_node.engine import DecodeEngine
+from kvrelay.decode_node.intake import Limits
+from kvrelay.decode_node.lease import LeaseThread
+from kvrelay.decode_node.node import DecodeNode
+from kvrelay.decode_node.presence import Presence
+from kvrelay.decode_node.runner import StepThread
+from kvrelay.decode_node.servicer import DecodeServicer
+from kvrelay.decode_node.settings import DecodeSettings
+from kvrelay.decode_node.stats import node_stats
+from kvrelay.index.registry import NodeRegistry
+from kvrelay.index.writer import PrefixWriter
+from kvrelay.kv_transfer import local
+from kvrelay.kv_transfer.agent_thread import TransferThread
+from kvrelay.kv_transfer.hub_values import HubCallbacks
+from kvrelay.kv_transfer.reader_hub import ReaderHub
+from kvrelay.proto.convert import incarnation_to_pb
+from kvrelay.proto.server import Server
+from kvrelay.proto.server import serve as serve_grpc
+from kvrelay.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, fleet_pb2
+
+_log = logging.getLogger(__name__)
+_DRAIN_CHECK_S = 0.05
+_STOP_GRACE_S = 1.0
+
+
+class DecodeServer:
+    """A running node. Create and start it on the event loop that it is to live on."""
+
+    def __init__(self, settings: DecodeSettings, compute: Compute, incarnation: Incarnation) -> None:
+        loop = asyncio.get_running_loop()
+        layout, config = compute.pool.layout, compute.model.config
+        self.drain_asked = asyncio.Event()
+        self._settings = settings
+        self._compute = compute
+        book = PageBook(
+            num_pages=compute.pool.num_pages, page_tokens=layout.page_tokens, block_tokens=layout.block_tokens
+        )
+        self._writer = PrefixWriter(
+            settings.index_url,
+            settings.fleet,
+            node=incarnation,
+            role=Role.DECODE,
+            all_hashes=book.cached_hashes,
+        )
+        self.node = DecodeNode(
+            incarnation=incarnation,
+            layout=layout,
+            limits=Limits(config.max_model_len, config.vocab_size, config.cache_window_tokens),
+            book=book,
+            publisher=self._writer,
+            max_requests=settings.max_requests,
+            lease_s=settings.lease_s,
+        )
+        self._engine = DecodeEngine(compute.model, compute.pool)
+        self._steps = StepThread(self._engine, max_batch=settings.max_batch, loop=loop, on_report=self.node.on_report)
+        self._transfer, self._hub = self._data_plane(loop)
+        self.node.wire(hub=self._hub, steps=self._steps)
+        self._presence = Presence(
+            NodeRegistry(settings.index_url, settings.fleet),
+            record=self._record,
+            writers=self._hub.open_writers,
+            on_writer_replaced=self._hub.writer_dead,
+            on_replaced=self.drain_asked.set,
+            heartbeat_s=settings.heartbeat_s,
+        )
+        self._lease = LeaseThread(loop, self._tick)
+        self._serving = True  # what the health service says
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: Server
+
+    def _data_plane(self, loop: asyncio.AbstractEventLoop) -> tuple[TransferThread, ReaderHub]:
+        compute, settings, node = self._compute, self._settings, self.node
+
+        def on_fatal() -> None:
+            loop.call_soon_threadsafe(node.crash, "transfer thread")
+
+        transfer, cells = compute.transfer(settings, node.incarnation, on_fatal=on_fatal)
+        hub = ReaderHub(
+            node=node.incarnation,
+            endpoint="",
+            pool=compute.local_pool(),
+            cells=cells,
+            thread=transfer,
+            callbacks=HubCallbacks(
+                on_admitted=node.on_admitted,
+                on_failed=node.on_failed,
+                on_pages_free=node.on_free,
+                on_quarantined=node.on_quarantined,
+            ),
+            limits=local.Limits(fence_timeout_s=settings.fence_timeout_s, max_message_bytes=settings.max_message_bytes),
+        )
+        return transfer, hub
+
+    async def start(self) -> None:
+        """Serve, and enter the registry.
+
+        Raises:
+            SettingsError: the address cannot be bound.
+        """
+        self._engine.warm_up()
+        servicer = DecodeServicer(
+            self.node,
+            self._hub,
+            lease_s=self._settings.lease_s,
+            max_request_s=self._settings.max_request_s,
+            drain=self.drain_asked.set,
+            stats=self.stats,
+        )
+        self._server = await serve_grpc(
+            listen=self._settings.listen,
+            add_services=lambda server: decode_pb2_grpc.add_DecodeNodeServicer_to_server(servicer, server),
+            services=[decode_pb2.DESCRIPTOR.services_by_name["DecodeNode"]],
+            max_message_bytes=self._settings.max_message_bytes,
+        )
+        self._hub.endpoint = self.endpoint
+        self._steps.start()
+        self._lease.start()
+        await self._writer.start()
+        await self._server.set_serving(True)
+        await self._presence.enter()
+        self._start_task(self._presence.run())
+
+    @property
+    def endpoint(self) -> str:
+        """host:port that others are told."""
+        return self._settings.advertise or self._server.endpoint
+
+    async def drained(self) -> None:
+        """Take nothing new and wait until everything here has ended."""
+        self.node.draining = True
+        self._presence.hurry()
+        while not self.node.is_drained:  # noqa: ASYNC110 - many events lead there; they need not all know
+            await asyncio.sleep(_DRAIN_CHECK_S)
+
+    async def stop(self) -> None:
+        """End all threads and leave the fleet. The pool stays registered until the process exits."""
+        self._lease.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._presence.leave(self.node.incarnation)
+        await self._writer.stop()
+        await self._server.stop(_STOP_GRACE_S)
+        await asyncio.to_thread(self._steps.stop)
+        await asyncio.to_thread(self._transfer.stop)
+
+    def stats(self) -> common_pb2.NodeStats:
+        return node_stats(
+            self.node,
+            sessions=self._hub.stats().sessions,
+            counters=(self._hub.counters.values, self._transfer.counters.values, self._writer.counters.values),
+        )
+
+    def _tick(self) -> None:
+        self.node.tick()
+        self._hub.tick()
+        serving = self._steps.stuck_s() < self._settings.stuck_after_s
+        if serving != self._serving:
+            self._serving = serving
+            _log.warning("serving: %s; the step in work began %.0f s ago", serving, self._steps.stuck_s())
+            self._start_task(self._server.set_serving(serving))
+            self._presence.hurry()
+
+    def _record(self) -> fleet_pb2.NodeRecord | None:
+        """Return what the registry should say; nothing while the node is stuck, so that nobody is sent here."""
+        if not self._serving:
+            return None
+        layout, node = self._compute.pool.layout, self.node
+        return fleet_pb2.NodeRecord(
+            node=incarnation_to_pb(node.incarnation),
+            role=fleet_pb2.NODE_ROLE_DECODE,
+            endpoint=self.endpoint,
+            ring_size=1,
+            layout_fingerprint=layout.fingerprint,
+            model=Path(self._settings.model).resolve().name,
+            model_id=layout.model_id,
+            dtype=layout.dtype,
+            max_model_len=self._compute.model.config.max_model_len,
+            block_tokens=layout.block_tokens,
+            page_tokens=layout.page_tokens,
+            draining=node.draining,
+            total_pages=self._compute.pool.num_pages,
+            free_pages=node.book.free_pages,
+            active_requests=node.records.num_active,
+            queued_tokens=node.records.num_running,
+        )
+
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
