@@ -176,6 +176,7 @@ class HubSessions:
                 logging.getLogger(__name__).error(
                     "epoch %s: %d pages are quarantined: no fence", entry.epoch, len(entry.session.reservation.pages)
                 )
+                self._callbacks.on_quarantined(entry.epoch)
             case ev.FreePages():
                 self._free(entry)
 

@@ -31,6 +31,7 @@ class HubCallbacks:
     on_admitted: Callable[[AdmittedHandoff], None]  # may raise a ServeError to refuse
     on_failed: Callable[[Epoch, Request, str], None]  # the request ends here; its pages come back later
     on_pages_free: Callable[[Epoch, tuple[int, ...]], None]  # the only way by which pages come back
+    on_quarantined: Callable[[Epoch], None] = lambda epoch: None  # a fence is overdue; `on_pages_free` may still come
 
 
 @dataclass(frozen=True, slots=True)
