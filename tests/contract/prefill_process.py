@@ -96,7 +96,7 @@ class _AttachService(decode_pb2_grpc.DecodeNodeServicer):
     def __init__(self, hub: ReaderHub) -> None:
         self._hub = hub
 
-    async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[handoff_pb2.ReaderEvent]:  # type: ignore[override]
+    async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[handoff_pb2.ReaderEvent]:
         async for event in self._hub.attach(request_iterator, context):
             yield event
 
@@ -174,7 +174,7 @@ async def decode_peer(folder: Path, *, name: str = "decode-for-tests") -> AsyncI
         node=node, endpoint="", pool=local, cells=cells, thread=thread, callbacks=callbacks, limits=Limits()
     )
     server = aio.server()
-    decode_pb2_grpc.add_DecodeNodeServicer_to_server(_AttachService(hub), server)
+    decode_pb2_grpc.add_DecodeNodeServicer_to_server(_AttachService(hub), server)  # type: ignore[abstract]
     hub.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     ticking = asyncio.create_task(hub.run())
@@ -184,6 +184,26 @@ async def decode_peer(folder: Path, *, name: str = "decode-for-tests") -> AsyncI
         ticking.cancel()
         await server.stop(None)
         await asyncio.to_thread(thread.stop)
+
+
+class _SilentService(decode_pb2_grpc.DecodeNodeServicer):
+    async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[handoff_pb2.ReaderEvent]:
+        async for _ in request_iterator:
+            pass
+        yield handoff_pb2.ReaderEvent()
+
+
+@asynccontextmanager
+async def silent_decode_node() -> AsyncIterator[str]:
+    """Serve an Attach that listens and never answers; yields its endpoint."""
+    server = aio.server()
+    decode_pb2_grpc.add_DecodeNodeServicer_to_server(_SilentService(), server)  # type: ignore[abstract]
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield endpoint
+    finally:
+        await server.stop(None)
 
 
 class Client:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import secrets
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from functools import cache
@@ -21,7 +20,15 @@ import pytest_asyncio
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from contract.prefill_process import Client, DecodePeer, NodeProcess, decode_peer, nodes_of, prefill_node
+from contract.prefill_process import (
+    Client,
+    DecodePeer,
+    NodeProcess,
+    decode_peer,
+    nodes_of,
+    prefill_node,
+    silent_decode_node,
+)
 from contract.ring_ranks import Case, alone
 from kvrelay.index.server import EmbeddedServer
 from kvrelay.kv_transfer.values import Request
@@ -228,13 +235,14 @@ async def test_requests_meant_for_others_or_wrong_in_themselves_are_refused(clie
 
 async def test_a_silent_holder_loses_its_request_and_a_renewing_one_keeps_it(client: Client, peer: DecodePeer) -> None:
     silent, renewed = a_ref(), a_ref()
-    with socket.create_server(("127.0.0.1", 0)) as deaf:  # the hand-offs wait for a decode node that never answers
+    async with silent_decode_node() as endpoint:  # so the hand-offs wait
         calls = []
         for ref in (silent, renewed):
             ticket, _ = peer.reserve(ref, client.node, 70)
-            ticket.decode_endpoint = f"127.0.0.1:{deaf.getsockname()[1]}"
+            ticket.decode_endpoint = endpoint
             calls.append(asyncio.create_task(status_of(client.prefill(ref, some_prompt(70), ticket=ticket))))
         holder = common_pb2.Incarnation(name="router-for-tests", start_id=7)
+        await asyncio.sleep(0.3)
         renewal = common_pb2.RenewRequest(holder=holder, request_ids=[renewed.request_id, "another"])
         for _ in range(5):
             reply = await client.stub.Renew(renewal)
@@ -284,15 +292,15 @@ async def test_a_ring_that_loses_a_rank_leaves_as_a_whole(index: EmbeddedServer,
 
 @pytest.mark.full
 async def test_a_node_whose_step_does_not_move_is_not_serving_until_it_does(index: EmbeddedServer) -> None:
-    options = ("--group-timeout-s", "40")
+    options = ("--group-timeout-s", "40", "--lease-s", "60")
     with prefill_node(FOLDER / MODEL, *options, ring_size=2, index_url=index.url, name="stalls") as started:
         client = Client(started)
         health = health_pb2_grpc.HealthStub(aio.insecure_channel(started.endpoint))
 
         async def becomes(status: int, *, within_s: float) -> None:
             async with asyncio.timeout(within_s):
-                while (await health.Check(health_pb2.HealthCheckRequest())).status != status:
-                    await asyncio.sleep(0.1)  # noqa: ASYNC110 - another process decides
+                while (await health.Check(health_pb2.HealthCheckRequest())).status != status:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
 
         (rank,) = psutil.Process(started.process.pid).children()
         rank.suspend()

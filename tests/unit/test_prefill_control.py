@@ -76,7 +76,7 @@ class Ring:
         for _ in range(steps):
             for key in {key for key, _ in self.chunks}:
                 if self.control.phase_of(key) is Phase.SEALING:
-                    self.control.close(key)
+                    self.control.close(key, abort=True)
             events += self.step()
             if not self.control.active_jobs and not self.control.closing_jobs:
                 break
@@ -141,7 +141,7 @@ def test_a_waiting_request_takes_over_when_the_one_it_waits_for_fails() -> None:
     ring.step()
     assert ring.control.phase_of("waiter#1") is Phase.QUEUED
 
-    ring.control.close("owner#1")
+    ring.control.close("owner#1", abort=True)
     ring.step()
 
     assert ring.control.phase_of("waiter#1") is Phase.RUNNING
@@ -166,7 +166,7 @@ def test_a_failed_chunk_never_commits() -> None:
     ring.control.submit(a_job("a", 64), 0.0)
 
     events = ring.step(stopped=True)
-    ring.control.close("a#1")
+    ring.control.close("a#1", abort=True)
     events += ring.step()
 
     assert not [event for event in events if isinstance(event, Computed | CacheChanged)]
@@ -177,9 +177,9 @@ def test_pages_come_back_only_when_every_rank_has_drained() -> None:
     ring = Ring(ring_size=3)
     ring.control.submit(a_job("a", 20), 0.0)
     ring.step()
-    ring.control.close("a#1")
+    ring.control.close("a#1", abort=True)
     step = ring.control.plan(2.0)
-    assert list(step.closes) == ["a#1"]
+    assert list(step.closes) == list(step.aborts) == ["a#1"]
     drained = [ring_pb2.RankReport(rank=rank, drained=["a#1"]) for rank in range(3)]
 
     for report in drained[:2]:
@@ -221,11 +221,11 @@ def test_a_request_without_room_waits_and_small_ones_pass_it_a_bounded_number_of
         opened += [event.key for event in events if isinstance(event, Opened)]
         for key in opened:
             if key.startswith("small") and ring.control.phase_of(key) is Phase.SEALING:
-                ring.control.close(key)
+                ring.control.close(key, abort=True)
     assert 0 < len(opened) <= 17
     assert "large#1" not in opened
 
-    ring.control.close("holds#1")
+    ring.control.close("holds#1", abort=True)
     ring.step()
     ring.step()
 
@@ -236,7 +236,7 @@ def test_an_older_attempt_may_close_while_the_newer_one_runs() -> None:
     ring = Ring()
     ring.control.submit(a_job("a", 200), 0.0)
     ring.step()
-    ring.control.close("a#1")
+    ring.control.close("a#1", abort=True)
     ring.control.submit(a_job("a", 200, attempt=2), 1.0)
 
     ring.step(drain=False)
@@ -271,7 +271,7 @@ def test_pages_add_up_after_any_sequence_and_all_come_back(
             except (CapacityError, InvalidRequestError):
                 continue
         elif kind == "close" and names:
-            ring.control.close(names[first % len(names)])
+            ring.control.close(names[first % len(names)], abort=True)
         else:
             ring.step(stopped=bool(first), drain=bool(second))
         ring.pages.check()

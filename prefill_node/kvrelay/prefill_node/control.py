@@ -110,6 +110,7 @@ class _Record:
     overtaken: int = 0
     waits_for: bytes | None = None  # block that another job is computing
     waiting_since_s: float = 0.0
+    aborted: bool = False
     close_sent: bool = False
     undrained: set[int] = field(default_factory=set)
 
@@ -146,8 +147,15 @@ class RingControl:
             raise CapacityError(f"{self.active_jobs} requests wait or run here, the limit is {self._max_jobs}")
         self._records[job.key] = _Record(job, now_s)
 
-    def close(self, key: str) -> bool:
-        """End a job, in whatever phase; its pages come back when every rank has drained. False: it was not active."""
+    def close(self, key: str, *, abort: bool) -> bool:
+        """End a job, in whatever phase; its pages come back when every rank has drained.
+
+        Args:
+            abort: every rank gives up its hand-off; False when the reader has admitted the request.
+
+        Returns:
+            False when it was not active.
+        """
         record = self._records.get(key)
         if record is None or record.phase is Phase.CLOSING:
             return False
@@ -157,6 +165,7 @@ class RingControl:
             self._forget(key)
         else:
             record.phase = Phase.CLOSING
+            record.aborted = abort
             record.undrained = set(range(self._pages.ring_size))
         return True
 
@@ -172,6 +181,8 @@ class RingControl:
             if record.phase is Phase.CLOSING and not record.close_sent:
                 record.close_sent = True
                 step.closes.append(key)
+                if record.aborted:
+                    step.aborts.append(key)
         return step
 
     def applied(self, reports: Sequence[ring_pb2.RankReport]) -> list[Event]:

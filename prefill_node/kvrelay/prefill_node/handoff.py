@@ -143,7 +143,7 @@ def pool_checksum(pool: LatentPool) -> Checksum:
         for offset_bytes, num_bytes in ranges:
             layer, start = divmod(offset_bytes, slab_bytes)
             piece = pool.rows(layer).view(torch.uint8).view(-1)[start : start + num_bytes]
-            digest.update(memoryview(piece.cpu().numpy()))
+            digest.update(piece.cpu().numpy().data)
         return digest.intdigest()
 
     return on_device

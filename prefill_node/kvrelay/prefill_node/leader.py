@@ -172,7 +172,7 @@ class Leader:
             self._end(ended, Done(0), "the first token ended the request")
         self._ended_at_prefill.clear()
         for settled in self._worker.take_settled():
-            self._finish(settled, Done(self._relayed_bytes(settled)))
+            self._finish(settled, Done(self._relayed_bytes(settled)), abort=False)
 
     def _choose_first_token(self, key: str, result: StepResult) -> None:
         job = self._jobs[key]
@@ -227,13 +227,13 @@ class Leader:
     def _end(self, key: str, event: JobEvent, reason: str) -> None:
         """Give up what is left of a job's hand-off and let its pages go."""
         self._worker.abort(key, reason)
-        self._finish(key, event)
+        self._finish(key, event, abort=True)
 
-    def _finish(self, key: str, event: JobEvent) -> None:
+    def _finish(self, key: str, event: JobEvent, *, abort: bool) -> None:
         """Tell a job its last event and let its pages go."""
         self._tell(key, event)
         self._sinks.pop(key, None)
-        self._control.close(key)
+        self._control.close(key, abort=abort)
 
     def _tell(self, key: str, event: JobEvent) -> None:
         sink = self._sinks.get(key)

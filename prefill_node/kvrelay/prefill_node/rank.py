@@ -104,7 +104,7 @@ class RankWorker:
         if step.HasField("chunk"):
             logits_V, stopped = self._run_chunk(step.step_id, step.chunk, should_stop)
         for key in step.closes:
-            self._close(key)
+            self._close(key, abort=key in step.aborts)
         for request in self._requests.values():
             if request.relay is not None:
                 request.relay.pump()
@@ -116,7 +116,7 @@ class RankWorker:
         return None if request is None else request.relay
 
     def abort(self, key: str, reason: str) -> None:
-        """Give up this rank's hand-off of a request, in whatever state; the reader tells the other ranks."""
+        """Give up this rank's hand-off of a request at once; the other ranks hear of it with the next step."""
         request = self._requests.get(key)
         if request is not None and request.writer is not None:
             request.writer.abort(reason)
@@ -216,12 +216,12 @@ class RankWorker:
         if plan.own_kept is not None:
             self._pool.write(layer, plan.own_kept.slots, rows_TW.index_select(0, plan.own_kept.rows))
 
-    def _close(self, key: str) -> None:
+    def _close(self, key: str, *, abort: bool) -> None:
         request = self._requests[key]
         request.closing = True
-        if request.writer is not None and request.relay is not None and not request.relay.sealed:
+        request.relay = None  # nothing more leaves; a hand-off that was sealed ends by itself
+        if abort and request.writer is not None:
             request.writer.abort("the prefill node ended this request")
-        request.relay = None  # a sealed hand-off ends by itself; of another one nothing more leaves
 
     def _report(self, step_id: int, *, stopped: bool) -> ring_pb2.RankReport:
         report = ring_pb2.RankReport(step_id=step_id, rank=self._ring.rank, stopped=stopped)

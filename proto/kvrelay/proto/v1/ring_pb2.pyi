@@ -141,6 +141,7 @@ class RingStep(_message.Message):
     OPENS_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     CLOSES_FIELD_NUMBER: _builtins.int
+    ABORTS_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     shutdown: _builtins.bool
@@ -155,6 +156,10 @@ class RingStep(_message.Message):
     def closes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Requests whose record every rank drops once its own writes have ended."""
 
+    @_builtins.property
+    def aborts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of the closes, those that are given up: every rank aborts its own hand-off."""
+
     def __init__(
         self,
         *,
@@ -162,11 +167,12 @@ class RingStep(_message.Message):
         opens: _abc.Iterable[Global___RingOpen] | None = ...,
         chunk: Global___RingChunk | None = ...,
         closes: _abc.Iterable[_builtins.str] | None = ...,
+        aborts: _abc.Iterable[_builtins.str] | None = ...,
         shutdown: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "closes", b"closes", "opens", b"opens", "shutdown", b"shutdown", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "chunk", b"chunk", "closes", b"closes", "opens", b"opens", "shutdown", b"shutdown", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
