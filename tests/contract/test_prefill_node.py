@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import secrets
 import signal
 import time
@@ -268,6 +269,35 @@ async def test_a_burst_with_one_new_prefix_computes_it_once(client: Client) -> N
 
     executed = (await client.settled()).counters["prefill_tokens_executed"] - before
     assert executed == 512 + 12 * 5
+
+
+async def test_after_many_requests_ended_at_random_points_nothing_is_held(client: Client, peer: DecodePeer) -> None:
+    rng = random.Random(5)
+    prefixes = [some_prompt(256) for _ in range(3)]
+
+    async def one(number: int) -> str:
+        prompt, ref = rng.choice(prefixes) + some_prompt(rng.randrange(1, 200)), a_ref()
+        ticket = peer.reserve(ref, client.node, len(prompt))[0] if number % 2 else None
+        call = client.prefill(ref, prompt, ticket=ticket)
+        try:
+            if number % 3 == 0:
+                await asyncio.sleep(rng.random() * 0.3)
+                call.cancel()
+            events = await events_of(call)
+        except (asyncio.CancelledError, aio.AioRpcError) as err:
+            if ticket is not None:
+                peer.hub.abort(request_of(ref), "over")
+            return "cancelled" if number % 3 == 0 else f"{ref.request_id}: {err}"
+        return kinds(events)[-1] or ""
+
+    for round_of in range(0, 40, 8):
+        ends = await asyncio.gather(*(one(round_of + number) for number in range(8)))
+        assert set(ends) <= {"done", "cancelled"}, ends
+        await client.settled()
+        while not peer.admitted.empty():
+            peer.hub.released(peer.admitted.get_nowait().epoch)
+
+    await peer.all_pages_free()
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])

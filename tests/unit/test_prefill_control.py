@@ -11,17 +11,8 @@ from kvrelay.core import prefix_hash
 from kvrelay.core.errors import CapacityError, InvalidRequestError, StaleMessageError
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Sampling
-from kvrelay.prefill_node.control import (
-    CacheChanged,
-    Computed,
-    Event,
-    Gone,
-    HandoffFailed,
-    Job,
-    Opened,
-    Phase,
-    RingControl,
-)
+from kvrelay.prefill_node.control import RingControl
+from kvrelay.prefill_node.jobs import CacheChanged, Computed, Event, Gone, HandoffFailed, Job, Opened, Phase
 from kvrelay.prefill_node.pages import RingPages
 from kvrelay.proto.v1 import common_pb2, ring_pb2
 

@@ -15,9 +15,10 @@ from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import RequestCancelledError, ServeError, TransferError
 from kvrelay.core.types import Counters, FinishReason, SampledToken
 from kvrelay.model.sampler import SamplerState, sample
-from kvrelay.prefill_node import control as ctl
-from kvrelay.prefill_node.control import Job, RingControl
+from kvrelay.prefill_node import jobs
+from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.group import RingGroup
+from kvrelay.prefill_node.jobs import Job
 from kvrelay.prefill_node.rank import RankWorker, StepResult
 from kvrelay.proto.v1 import ring_pb2
 
@@ -56,7 +57,7 @@ class Failed:
 
 JobEvent = Started | Progress | FirstToken | Done | Failed
 Sink = Callable[[JobEvent], object]
-CacheListener = Callable[[ctl.CacheChanged], object]
+CacheListener = Callable[[jobs.CacheChanged], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,18 +195,18 @@ class Leader:
         else:
             relay.seal(first_token=chosen, cached_tokens=self._control.cached_tokens(key))
 
-    def _deliver(self, events: list[ctl.Event]) -> None:
+    def _deliver(self, events: list[jobs.Event]) -> None:
         for event in events:
             match event:
-                case ctl.Opened():
+                case jobs.Opened():
                     self._tell(event.key, Started(event.cached_tokens, event.queue_s * 1e3))
-                case ctl.Computed():
+                case jobs.Computed():
                     self._tell(event.key, Progress(event.tokens))
-                case ctl.HandoffFailed():
+                case jobs.HandoffFailed():
                     self._end(event.key, Failed(TransferError(event.reason)), event.reason)
-                case ctl.CacheChanged():
+                case jobs.CacheChanged():
                     self._on_cache(event)
-                case ctl.Gone():
+                case jobs.Gone():
                     self._cancelled.discard(event.key)
                     self._jobs.pop(event.key, None)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.index.writer import PrefixWriter
-from kvrelay.prefill_node.control import CacheChanged
+from kvrelay.prefill_node.jobs import CacheChanged
 
 
 class Published:

@@ -18,8 +18,8 @@ from kvrelay.core.types import Counters
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.transformer import Model
 from kvrelay.prefill_node.chunk_plan import ChunkPlan, ChunkPlanner
-from kvrelay.prefill_node.control import job_key
 from kvrelay.prefill_node.group import Header
+from kvrelay.prefill_node.jobs import job_key
 from kvrelay.prefill_node.relay import PartWriter, Relay
 from kvrelay.prefill_node.ring import Ring
 from kvrelay.prefill_node.ring_plan import PageTable

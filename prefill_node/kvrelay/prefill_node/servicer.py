@@ -23,7 +23,8 @@ from kvrelay.core.errors import (
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.types import Incarnation
-from kvrelay.prefill_node.control import Job, RingControl, job_key
+from kvrelay.prefill_node.control import RingControl
+from kvrelay.prefill_node.jobs import Job, job_key
 from kvrelay.prefill_node.leader import Done, Failed, FirstToken, JobEvent, Leader, Progress, Started
 from kvrelay.prefill_node.leases import Leases
 from kvrelay.prefill_node.stats import node_stats

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrelay.core.types import Incarnation
-from kvrelay.prefill_node.control import Phase, RingControl
+from kvrelay.prefill_node.control import RingControl
+from kvrelay.prefill_node.jobs import Phase
 from kvrelay.proto.convert import incarnation_to_pb
 from kvrelay.proto.v1 import common_pb2
 

@@ -1,0 +1,85 @@
+"""A Prefill call inside the node: what is asked, in which phase it is, and what rank 0's decisions say of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.core.types import Sampling
+from kvrelay.proto.v1 import common_pb2, handoff_pb2
+
+
+def job_key(ref: common_pb2.RequestRef) -> str:
+    """Return the name of one attempt inside the ring; an older attempt may still be closing under its own."""
+    return f"{ref.request_id}#{ref.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One Prefill call, validated. Filled by the servicer."""
+
+    request: common_pb2.RequestRef
+    prompt_T: npt.NDArray[np.int32]
+    sampling: Sampling
+    num_sent_tokens: int = 0
+    block_hashes: tuple[bytes, ...] = ()  # empty: neither publishes nor uses cached blocks
+    ticket: handoff_pb2.Ticket | None = None
+
+    @property
+    def key(self) -> str:
+        return job_key(self.request)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.prompt_T.shape[0])
+
+
+class Phase(Enum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    SEALING = "sealing"
+    CLOSING = "closing"
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The first chunk of a job is about to run."""
+
+    key: str
+    cached_tokens: int
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """All rows of prompt positions [0, tokens) exist."""
+
+    key: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffFailed:
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """All pages of a job are back."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChanged:
+    """Blocks that are now cached on this node, and blocks that no longer are."""
+
+    added: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+
+
+Event = Opened | Computed | HandoffFailed | Gone | CacheChanged
