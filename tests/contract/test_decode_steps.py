@@ -34,8 +34,8 @@ def model() -> Model:
 class Steps:
     """A step thread, and what it reported."""
 
-    thread: StepThread
     engine: SingleEngine  # prefills into the same pool
+    thread: StepThread = field(init=False)
     reports: list[Report] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -79,14 +79,11 @@ async def steps(model: Model) -> AsyncIterator[Steps]:
     pool = LatentPool(model.layout(block_tokens=64), 400, torch.device("cpu"))
     engine = DecodeEngine(model, pool)
     engine.warm_up()
-    made: Steps
-    thread = StepThread(
-        engine, max_batch=16, loop=asyncio.get_running_loop(), on_report=lambda report: made.on_report(report)
-    )
-    made = Steps(thread, SingleEngine(model, pool))
-    thread.start()
+    made = Steps(SingleEngine(model, pool))
+    made.thread = StepThread(engine, max_batch=16, loop=asyncio.get_running_loop(), on_report=made.on_report)
+    made.thread.start()
     yield made
-    thread.stop()
+    made.thread.stop()
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -61,8 +61,10 @@ class Presence:
         while True:
             await self._try(self._beat)
             self._due.clear()
+            # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the event.
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._due.wait(), self._heartbeat_s)
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._due.wait()
 
     async def leave(self, node: Incarnation) -> None:
         """Take the record out and let go of the registry."""

@@ -64,8 +64,8 @@ class DecodeServer:
             max_requests=settings.max_requests,
             lease_s=settings.lease_s,
         )
-        self._engine = DecodeEngine(compute.model, compute.pool)
-        self._steps = StepThread(self._engine, max_batch=settings.max_batch, loop=loop, on_report=self.node.on_report)
+        self.engine = DecodeEngine(compute.model, compute.pool)
+        self._steps = StepThread(self.engine, max_batch=settings.max_batch, loop=loop, on_report=self.node.on_report)
         self._transfer, self._hub = self._data_plane(loop)
         self.node.wire(hub=self._hub, steps=self._steps)
         self._presence = Presence(
@@ -110,7 +110,7 @@ class DecodeServer:
         Raises:
             SettingsError: the address cannot be bound.
         """
-        self._engine.warm_up()
+        self.engine.warm_up()
         servicer = DecodeServicer(
             self.node,
             self._hub,
