@@ -29,9 +29,11 @@ POOL_BYTES = 128 << 20
 KINDS: dict[str, dict[str, str]] = {"loopback": {}, "nixl": {}, "nixl-tcp": {"UCX_TLS": "tcp"}}
 
 
-def new_transport(kind: str, *, name: str, pool: Region, cells: HostCells, counters: Counters) -> Transport:
+def new_transport(
+    kind: str, *, name: str, pool: Region, pool_pages: int, cells: HostCells, counters: Counters
+) -> Transport:
     make = LoopbackTransport if kind == "loopback" else NixlTransport
-    return make(agent_name=name, pool=pool, pool_pages=1, cells=cells, counters=counters)
+    return make(agent_name=name, pool=pool, pool_pages=pool_pages, cells=cells, counters=counters)
 
 
 class _Child:
@@ -43,7 +45,7 @@ class _Child:
         self._cells = HostCells(1024)
         self._counters = Counters()
         self._transport = new_transport(
-            kind, name=name, pool=region_of(self._memory), cells=self._cells, counters=self._counters
+            kind, name=name, pool=region_of(self._memory), pool_pages=1, cells=self._cells, counters=self._counters
         )
         self._handles: list[Handle] = []
         self._notices: list[tuple[str, str]] = []
