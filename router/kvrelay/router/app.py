@@ -1,0 +1,119 @@
+"""The router process: puts the parts together, serves until it is asked to stop, and drains."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+from grpc import aio
+
+from kvrelay.core.lifecycle import StopSignals, announce_ready, new_incarnation, set_up_logging
+from kvrelay.core.settings import load
+from kvrelay.index.reader import PrefixReader
+from kvrelay.index.registry import NodeRegistry
+from kvrelay.proto import server
+from kvrelay.proto.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+from kvrelay.router.attempt import Background, Shared
+from kvrelay.router.fleet import FleetView
+from kvrelay.router.fleet_servicer import FleetServicer
+from kvrelay.router.leases import LeaseKeeper
+from kvrelay.router.model_files import read_model_files
+from kvrelay.router.orchestrate import Orchestrator
+from kvrelay.router.placement import missing_for_service
+from kvrelay.router.placer import IndexPlacer
+from kvrelay.router.servicer import InferenceServicer
+from kvrelay.router.settings import RouterSettings
+
+_DRAIN_S = 20.0  # that running requests get when the router is asked to stop
+_log = logging.getLogger(__name__)
+
+
+class Router:
+    """All parts of a router, in one process. Created by `start`."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        """
+        Raises:
+            ModelLoadError, SettingsError: the model folder or a setting is wrong.
+        """
+        files = read_model_files(Path(settings.model), name=settings.served_name)
+        self.id = new_incarnation(settings.name, "router")
+        self._settings = settings
+        self._registry = NodeRegistry(settings.index_url, settings.fleet)
+        self._reader = PrefixReader(settings.index_url, settings.fleet)
+        self._background = Background()
+        self.fleet = FleetView(
+            self._registry,
+            refresh_s=settings.registry_refresh_s,
+            put_aside_s=settings.put_aside_s,
+            max_message_bytes=settings.max_message_bytes,
+            max_request_s=settings.max_request_s,
+            on_change=self._report,
+        )
+        self._leases = LeaseKeeper(self.id, lease_s=settings.lease_s, max_message_bytes=settings.max_message_bytes)
+        placer = IndexPlacer(self.fleet, self._reader, long_prompt_tokens=settings.long_prompt_tokens)
+        shared = Shared(self.id, self.fleet, self._leases, self._background)
+        orchestrator = Orchestrator(shared, placer, settings.max_retries)
+        self.inference = InferenceServicer(settings, files, self.fleet, placer, orchestrator)
+        self._server: server.Server | None = None
+        self._missing: str | None = "nothing is known of the fleet yet"
+
+    async def start(self) -> str:
+        """Begin to serve and return the bound address; health says SERVING once a request would succeed."""
+        self._server = await server.serve(
+            listen=self._settings.listen,
+            add_services=self._add_services,
+            services=(
+                inference_pb2.DESCRIPTOR.services_by_name["Inference"],
+                fleet_pb2.DESCRIPTOR.services_by_name["Fleet"],
+            ),
+            max_message_bytes=self._settings.max_message_bytes,
+        )
+        self._leases.start()
+        await self.fleet.start()
+        return self._server.endpoint
+
+    async def stop(self) -> None:
+        """Take no more requests, let the running ones end within the drain time, and let go of everything."""
+        assert self._server is not None, "not started"
+        await self._server.stop(_DRAIN_S)
+        await self._background.wait()
+        await self.fleet.stop()
+        await asyncio.to_thread(self._leases.stop)
+        await self._registry.close()
+        await self._reader.close()
+
+    def _add_services(self, grpc_server: aio.Server) -> None:
+        inference_pb2_grpc.add_InferenceServicer_to_server(self.inference, grpc_server)
+        fleet_pb2_grpc.add_FleetServicer_to_server(FleetServicer(self.fleet), grpc_server)
+
+    def _report(self) -> None:
+        missing = missing_for_service(self.fleet.nodes())
+        if missing == self._missing:
+            return
+        self._missing = missing
+        _log.info("serving" if missing is None else f"not serving: {missing}")
+        assert self._server is not None, "the fleet is read after the server is there"
+        self._background.run(self._server.set_serving(missing is None))
+
+
+async def serve(settings: RouterSettings) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    stop = StopSignals(asyncio.get_running_loop())
+    router = Router(settings)
+    endpoint = await router.start()
+    announce_ready(endpoint=settings.advertise or endpoint, name=router.id.name)
+    await stop.wait()
+    _log.info("stopping, %d requests to finish", router.inference.num_active)
+    await router.stop()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a router with the options of its command line."""
+    settings = load(RouterSettings, list(argv), prog="kvrelay router")
+    set_up_logging(settings.log_level)
+    uvloop.run(serve(settings))
+    return 0

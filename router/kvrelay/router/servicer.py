@@ -1,0 +1,163 @@
+"""The gRPC edge for clients: translate, delegate, translate."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from grpc import aio
+
+from kvrelay.core.clock import Deadline
+from kvrelay.core.errors import DeadlineError, InvalidRequestError, UnavailableError
+from kvrelay.core.grpc_status import grpc_status
+from kvrelay.core.types import FinishReason
+from kvrelay.proto.v1 import inference_pb2 as pb
+from kvrelay.proto.v1 import inference_pb2_grpc
+from kvrelay.router.fleet import FleetView
+from kvrelay.router.model_files import ModelFiles
+from kvrelay.router.orchestrate import EndEvent, Job, Orchestrator, PlacedEvent, ProgressEvent, Run, TokensEvent
+from kvrelay.router.output import Output
+from kvrelay.router.placement import longest_served, missing_for_service
+from kvrelay.router.placer import IndexPlacer
+from kvrelay.router.settings import RouterSettings
+from kvrelay.router.stream import ClientStream, placement_to_pb
+from kvrelay.router.timesplit import RequestTimer
+from kvrelay.router.tokenizer import PromptTokenizer
+from kvrelay.router.validation import Limits, ValidRequest, check_model, read_packed_ids, validate
+
+Ids = npt.NDArray[np.uint32] | npt.NDArray[np.int32]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Serves clients; knows how many requests are in work."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        files: ModelFiles,
+        fleet: FleetView,
+        placer: IndexPlacer,
+        orchestrator: Orchestrator,
+    ) -> None:
+        self._settings = settings
+        self._files = files
+        self._tokenizer = PromptTokenizer(files)
+        self._fleet = fleet
+        self._placer = placer
+        self._orchestrator = orchestrator
+        self.num_active = 0
+
+    async def Generate(  # type: ignore[override]  # events are written, so that one task owns the request and its time
+        self, request: pb.GenerateRequest, context: aio.ServicerContext[Any, Any]
+    ) -> None:
+        timer = RequestTimer()
+        left_s = context.time_remaining()
+        limit_s = self._settings.max_request_s if left_s is None else left_s
+        self.num_active += 1
+        try:
+            async with grpc_status(context):
+                try:
+                    async with asyncio.timeout(limit_s):
+                        valid = await self._let_in(request, timer)
+                        await self._run(valid, context, timer, Deadline.after(limit_s))
+                except TimeoutError as err:
+                    raise DeadlineError(f"the request did not end within its {limit_s:.3g} s") from err
+        finally:
+            self.num_active -= 1
+
+    async def ModelInfo(
+        self, request: pb.ModelInfoRequest, context: aio.ServicerContext[Any, Any]
+    ) -> pb.ModelInfoReply:
+        nodes, limits = self._fleet.nodes(), self._limits()
+        return pb.ModelInfoReply(
+            model=limits.model,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            max_message_bytes=self._settings.max_message_bytes,
+            block_tokens=nodes[0].block_tokens if nodes else 0,
+            dtype=nodes[0].dtype if nodes else "",
+            eos_token_ids=limits.eos_token_ids,
+            has_tokenizer=limits.has_tokenizer,
+            has_chat_template=self._tokenizer.has_chat_template,
+        )
+
+    async def _let_in(self, request: pb.GenerateRequest, timer: RequestTimer) -> ValidRequest:
+        """Return a request that can be served now.
+
+        Raises:
+            UnknownModelError, InvalidRequestError: it never can.
+            UnavailableError: the fleet lacks something to serve any request.
+        """
+        limits = self._limits()
+        check_model(request.model, limits)
+        began_s = timer.clock()
+        ids_T = await self._ids(request)
+        valid = validate(ids_T, request.sampling, limits)
+        timer.tokenize_ms = (timer.clock() - began_s) * 1000
+        if missing := missing_for_service(self._fleet.nodes()):
+            raise UnavailableError(f"model {limits.model!r} cannot be served now: {missing}")
+        return valid
+
+    async def _run(
+        self, valid: ValidRequest, context: aio.ServicerContext[Any, Any], timer: RequestTimer, deadline: Deadline
+    ) -> None:
+        job = Job(secrets.token_hex(8), valid.prompt_T, valid.sampling)
+        output = Output(
+            self._files.tokenizer, stop_token_ids=valid.sampling.stop_token_ids, stop_strings=valid.stop_strings
+        )
+        stream = ClientStream(job.request_id, valid.prompt_tokens, output, context.write)
+        run = self._orchestrator.start(job, timer=timer, deadline=deadline)
+        reason = await self._follow(run, stream, seed=valid.sampling.seed)
+        assert run.placed is not None, "a request that ran has a place"
+        await stream.tokens(output.finish())
+        at_prefill = len(output.token_ids) == 1
+        usage = replace(run.usage, completion_tokens=len(output.token_ids))
+        placement = placement_to_pb(run.placed, with_decode=not at_prefill)
+        await stream.finished(reason, placement, usage, timer.split())
+
+    async def _follow(self, run: Run, stream: ClientStream, *, seed: int) -> FinishReason:
+        """Pass on events until the end, or a stop string: leaving early ends both legs."""
+        async with aclosing(run.events()) as events:
+            async for event in events:
+                if isinstance(event, PlacedEvent):
+                    await stream.accepted(event.placed, seed=seed)
+                elif isinstance(event, ProgressEvent):
+                    if not stream.output.token_ids:  # else a retry goes on behind tokens that the client has
+                        await stream.progress(event.prefilled_tokens)
+                elif isinstance(event, TokensEvent):
+                    assert run.placed is not None, "tokens come from nodes"
+                    self._placer.computed(run.placed)
+                    await stream.tokens(stream.output.take(event.tokens))
+                    if stream.output.stopped:
+                        return FinishReason.STOP
+                elif isinstance(event, EndEvent):
+                    return event.reason
+        raise AssertionError("events end with EndEvent or an error")
+
+    def _limits(self) -> Limits:
+        served = longest_served(self._fleet.nodes()) or self._files.max_position_embeddings
+        own = self._settings.max_model_len
+        return Limits(
+            model=self._files.name,
+            vocab_size=self._files.vocab_size,
+            max_model_len=min(served, own) if own else served,
+            eos_token_ids=self._files.eos_token_ids,
+            has_tokenizer=self._files.tokenizer is not None,
+        )
+
+    async def _ids(self, request: pb.GenerateRequest) -> Ids:
+        """Return the prompt's ids. Text is tokenized in a thread: a long one would stop everybody else."""
+        kind = request.WhichOneof("prompt")
+        if kind == "tokens":
+            return read_packed_ids(request.tokens.packed_ids)
+        if kind == "text":
+            return await asyncio.to_thread(self._tokenizer.text, request.text)
+        if kind == "chat":
+            messages = [(message.role, message.content) for message in request.chat.messages]
+            return await asyncio.to_thread(self._tokenizer.chat, messages)
+        raise InvalidRequestError("the prompt is empty: set one of text, chat and tokens")

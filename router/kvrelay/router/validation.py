@@ -1,0 +1,164 @@
+"""Requests are checked once, at the door, and become another type: only that one goes further in."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.core.errors import InvalidRequestError, UnknownModelError
+from kvrelay.core.types import Sampling
+from kvrelay.proto.convert import sampling_from_pb, sampling_to_pb
+from kvrelay.proto.v1 import common_pb2
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_BYTES = 256
+MAX_STOP_TOKENS = 256
+MAX_LOGPROBS = 20
+MAX_TEMPERATURE = 100.0
+MAX_PENALTY = 100.0
+_SEED_BITS = 63
+_VALIDATED: Final = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What requests must keep."""
+
+    model: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    has_tokenizer: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ValidRequest:
+    """A request that can be served; made by `validate` alone."""
+
+    prompt_T: npt.NDArray[np.int32]
+    sampling: Sampling
+    stop_strings: tuple[str, ...]
+    proof: object = field(repr=False)
+
+    def __post_init__(self) -> None:
+        assert self.proof is _VALIDATED, "only validate() makes these"
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_T)
+
+    @property
+    def total_tokens(self) -> int:
+        """Longest that prompt and output can become."""
+        return self.prompt_tokens + self.sampling.max_tokens
+
+
+def check_model(wanted: str, limits: Limits) -> None:
+    """
+    Raises:
+        UnknownModelError: the request names another model.
+    """
+    if wanted not in ("", limits.model):
+        raise UnknownModelError(f"model {wanted!r} is not served here; {limits.model!r} is")
+
+
+def read_packed_ids(packed: bytes) -> npt.NDArray[np.uint32]:
+    """Return the ids of a token prompt, whatever they are.
+
+    Raises:
+        InvalidRequestError: the length is no multiple of four.
+    """
+    if len(packed) % 4:
+        raise InvalidRequestError(f"packed_ids has {len(packed)} bytes, which is not a multiple of 4")
+    return np.frombuffer(packed, dtype="<u4")
+
+
+def validate(ids_T: npt.NDArray[np.uint32 | np.int32], sampling: common_pb2.Sampling, limits: Limits) -> ValidRequest:
+    """Check a request and fill in what it leaves open (seed, most tokens, end tokens).
+
+    Raises:
+        InvalidRequestError: names the value and the limit.
+    """
+    _check_prompt(ids_T, limits)
+    _check_numbers(sampling)
+    _check_stops(sampling, limits)
+    room = limits.max_model_len - len(ids_T)
+    max_tokens = sampling.max_tokens or max(1, room)
+    if max_tokens > room:
+        raise InvalidRequestError(
+            f"{len(ids_T)} prompt tokens and max_tokens {max_tokens} are {len(ids_T) + max_tokens} in all; "
+            f"the limit is {limits.max_model_len}"
+        )
+    prompt_T = ids_T.astype(np.int32)
+    prompt_T.flags.writeable = False
+    return ValidRequest(prompt_T, _sampling(sampling, max_tokens, limits), tuple(sampling.stop_strings), _VALIDATED)
+
+
+def _sampling(message: common_pb2.Sampling, max_tokens: int, limits: Limits) -> Sampling:
+    complete = sampling_to_pb(sampling_from_pb(message))
+    complete.max_tokens = max_tokens
+    if not message.HasField("seed"):
+        complete.seed = secrets.randbits(_SEED_BITS)
+    if not message.ignore_eos:
+        complete.stop_token_ids.extend(limits.eos_token_ids)
+    stops = list(dict.fromkeys(complete.stop_token_ids))
+    del complete.stop_token_ids[:]
+    complete.stop_token_ids.extend(stops)
+    return sampling_from_pb(complete)
+
+
+def _check_prompt(ids_T: npt.NDArray[np.uint32 | np.int32], limits: Limits) -> None:
+    if not len(ids_T):
+        raise InvalidRequestError("the prompt is empty; it needs at least one token")
+    wrong = (ids_T < 0) | (ids_T >= limits.vocab_size)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise InvalidRequestError(
+            f"token id {int(ids_T[at])} at position {at} is not below the vocabulary size {limits.vocab_size}"
+        )
+
+
+def _check_numbers(sampling: common_pb2.Sampling) -> None:
+    _within("temperature", sampling.temperature, 0.0, MAX_TEMPERATURE)
+    _within("min_p", sampling.min_p, 0.0, 1.0)
+    _within("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _within("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    if sampling.HasField("top_p"):
+        _within("top_p", sampling.top_p, 0.0, 1.0, open_below=True)
+    if sampling.HasField("repetition_penalty"):
+        _within("repetition_penalty", sampling.repetition_penalty, 0.0, MAX_PENALTY, open_below=True)
+    if sampling.HasField("logprobs") and sampling.logprobs > MAX_LOGPROBS:
+        raise InvalidRequestError(f"logprobs is {sampling.logprobs}; at most {MAX_LOGPROBS}")
+
+
+def _within(name: str, value: float, least: float, most: float, *, open_below: bool = False) -> None:
+    if not math.isfinite(value) or not least <= value <= most or (open_below and value == least):
+        bracket = "(" if open_below else "["
+        raise InvalidRequestError(f"{name} is {value}; it must be in {bracket}{least:g}, {most:g}]")
+
+
+def _check_stops(sampling: common_pb2.Sampling, limits: Limits) -> None:
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
+        raise InvalidRequestError(
+            f"stop_token_ids has {len(sampling.stop_token_ids)} entries; at most {MAX_STOP_TOKENS}"
+        )
+    for token_id in sampling.stop_token_ids:
+        if token_id >= limits.vocab_size:
+            raise InvalidRequestError(
+                f"stop_token_ids has {token_id}, which is not below the vocabulary size {limits.vocab_size}"
+            )
+    if len(sampling.stop_strings) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"stop_strings has {len(sampling.stop_strings)} entries; at most {MAX_STOP_STRINGS}")
+    for text in sampling.stop_strings:
+        num_bytes = len(text.encode())
+        if not 1 <= num_bytes <= MAX_STOP_STRING_BYTES:
+            raise InvalidRequestError(
+                f"stop_strings has one of {num_bytes} bytes; each must have 1 to {MAX_STOP_STRING_BYTES}"
+            )
+    if sampling.stop_strings and not limits.has_tokenizer:
+        raise InvalidRequestError(f"stop_strings need a tokenizer, which model {limits.model!r} has not")
