@@ -59,8 +59,9 @@ class RecordingWriter:
 
     def add_part(self, layer: int, tokens: Span, src_pages: Mapping[int, int]) -> None:
         positions = range(tokens.start, tokens.end)
-        slots = torch.tensor([src_pages[one // PAGE_TOKENS] * PAGE_TOKENS + one % PAGE_TOKENS for one in positions])
-        for position, row in zip(positions, self.pool.read(layer, slots).numpy(), strict=True):
+        slots = [src_pages[one // PAGE_TOKENS] * PAGE_TOKENS + one % PAGE_TOKENS for one in positions]
+        rows = self.pool.read(layer, torch.tensor(slots, device=self.pool.device)).cpu().numpy()
+        for position, row in zip(positions, rows, strict=True):
             self.twice += (layer, position) in self.rows
             self.rows[layer, position] = row
 
@@ -158,7 +159,7 @@ def _lead(case: Case, leader: Leader) -> tuple[int | None, str | None]:
 
 
 def a_pool(model: Model) -> LatentPool:
-    return LatentPool(model.layout(block_tokens=PAGE_TOKENS), NUM_PAGES, torch.device("cpu"))
+    return LatentPool(model.layout(block_tokens=PAGE_TOKENS), NUM_PAGES, model.device)
 
 
 def alone(case: Case) -> Outcome:
@@ -167,13 +168,13 @@ def alone(case: Case) -> Outcome:
     return compute(model, case, None, a_pool(model), a_control(case, 1))
 
 
-def launch(cases: list[Case], ring_size: int) -> list[list[Outcome]]:
-    """Compute all cases with one ring of processes; returns, per case, what each rank saw."""
+def launch(cases: list[Case], ring_size: int, *, device_type: str = "cpu") -> list[list[Outcome]]:
+    """Compute all cases with one ring of processes, one GPU each if asked; returns, per case, what each rank saw."""
     store = serve_store(ring_size=ring_size, timeout_s=60.0)
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     others = [
-        context.Process(target=_rank_main, args=(rank, ring_size, store.port, cases, results))
+        context.Process(target=_rank_main, args=(rank, ring_size, device_type, store.port, cases, results))
         for rank in range(ring_size)
     ]
     for process in others:
@@ -188,18 +189,23 @@ def launch(cases: list[Case], ring_size: int) -> list[list[Outcome]]:
 def _rank_main(
     rank: int,
     ring_size: int,
+    device_type: str,
     port: int,
     cases: list[Case],
     results: multiprocessing.queues.SimpleQueue[tuple[int, list[Outcome]]],
 ) -> None:
     torch.set_num_threads(1)
-    cpu = torch.device("cpu")
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = False
     group = None  # a ring of one has no process group at all
     if ring_size > 1:
         store = TCPStore("127.0.0.1", port, ring_size, is_master=False)
         place = RankPlace(rank, ring_size, spawns=False)
-        group = form(place, cpu, store=store, group_timeout_s=20.0, start_timeout_s=60.0)
-    models = {case.folder: load_model(case.folder, dtype="float32", device=cpu) for case in cases}
+        group = form(place, device, store=store, group_timeout_s=20.0, start_timeout_s=60.0)
+    models = {case.folder: load_model(case.folder, dtype="float32", device=device) for case in cases}
     pools = {folder: a_pool(model) for folder, model in models.items()}
     outcomes = []
     for case in cases:

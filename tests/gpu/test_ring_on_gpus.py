@@ -1,0 +1,47 @@
+"""A ring over GPUs and NCCL computes what one rank on a CPU computes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from contract.ring_ranks import Case, Outcome, alone, launch
+from kvrelay.model.embedded_path import embedded_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+LENGTHS = (1, 63, 700, 1900)
+
+
+def a_case(length: int, ring_size: int) -> Case:
+    prompt = torch.randint(2, 4000, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    return Case(
+        embedded_checkpoint(), tuple(prompt), 2 * ring_size * 64, align_tokens=64, ring_block_tokens=256
+    )  # fmt: skip
+
+
+def rows_of(outcomes: list[Outcome]) -> npt.NDArray[np.float32]:
+    """Return all rows in (layer, position) order."""
+    merged = {key: row for outcome in outcomes for key, row in outcome.rows.items()}
+    assert len(merged) == sum(len(outcome.rows) for outcome in outcomes)
+    return np.stack([merged[key] for key in sorted(merged)])
+
+
+@pytest.mark.parametrize("ring_size", [1, 2])
+def test_latents_and_first_tokens_are_those_of_one_rank_on_a_cpu(ring_size: int) -> None:
+    if torch.cuda.device_count() < ring_size:
+        pytest.skip(f"needs {ring_size} GPUs, {torch.cuda.device_count()} are here")
+    cases = [a_case(length, ring_size) for length in LENGTHS]
+
+    found = launch(cases, ring_size, device_type="cuda")
+
+    for case, by_rank in zip(cases, found, strict=True):
+        expected = alone(case)
+        assert by_rank[0].error is None
+        assert by_rank[0].token == expected.token, len(case.prompt)
+        assert np.abs(rows_of(by_rank) - rows_of([expected])).max() < 2e-3, len(case.prompt)
+        assert all(outcome.counters["foreign_blocks_max"] <= 2 for outcome in by_rank)
