@@ -346,6 +346,17 @@ async def test_somebody_else_cannot_renew_a_request(lab: Lab) -> None:
     assert list(reply.unknown_request_ids) == [ticket.request.request_id]
 
 
+async def test_a_request_is_known_until_its_holder_was_told_how_it_ended(lab: Lab) -> None:
+    ticket = await lab.reserve([1, 2, 3], GREEDY)
+    renewal = common_pb2.RenewRequest(
+        holder=convert.incarnation_to_pb(lab.holder), request_ids=[ticket.request.request_id]
+    )
+    await lab.stub.Abort(common_pb2.AbortRequest(request=ticket.request))
+    assert not (await lab.stub.Renew(renewal)).unknown_request_ids
+    assert (await refused(read(lab.decode(ticket)))).code() is grpc.StatusCode.CANCELLED
+    assert (await lab.stub.Renew(renewal)).unknown_request_ids
+
+
 async def test_a_request_out_of_time_ends_waiting_or_running(lab: Lab) -> None:
     waiting = await lab.reserve([1, 2, 3], GREEDY, timeout_ms=300)
     assert (await refused(read(lab.decode(waiting)))).code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -407,6 +418,27 @@ async def test_a_writer_that_was_replaced_is_known_to_be_dead(model: Model, inde
         assert late.code() is grpc.StatusCode.UNAVAILABLE
         await registry.close()
         await writing
+
+
+async def test_pages_whose_writer_vanished_are_quarantined_until_its_end_is_proven(
+    model: Model, index_url: str
+) -> None:
+    async with running(model, index_url, fleet="lost", heartbeat_s=0.2) as lab:
+        ticket = await lab.reserve([1] * 200, Sampling(max_tokens=100))
+        writing = asyncio.create_task(lab.prefill.endpoint(ticket).run())
+        await until(lambda: "attached" in lab.server.stats().sessions)
+        writing.cancel()
+        assert (await refused(read(lab.decode(ticket)))).code() is grpc.StatusCode.UNAVAILABLE
+        await until(lambda: lab.server.stats().quarantined_pages)
+        stats = await lab.stats()
+        assert (stats.quarantined_pages, stats.pinned_pages, stats.free_pages) == (5, 0, 295)
+        await asyncio.wait_for(lab.server.drained(), 1)  # it does not wait for the lost
+
+        registry = NodeRegistry(index_url, "lost")
+        newer = fleet_pb2.NodeRecord(node=convert.incarnation_to_pb(Incarnation.new("prefill")))
+        await registry.register(newer)
+        assert (await lab.settled()).free_pages == 300
+        await registry.close()
 
 
 async def test_a_bug_in_a_step_fails_the_running_requests_clearly(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

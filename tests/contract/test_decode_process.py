@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import psutil
 import pytest
 
-from kvrelay.core.types import Incarnation
+from decode_lab import CPU, PrefillSide
+from kvrelay.core.types import Incarnation, Sampling
 from kvrelay.index.server import EmbeddedServer
+from kvrelay.model.checkpoint import load_model
 from kvrelay.proto.convert import incarnation_to_pb, pack_ids
-from kvrelay.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
-from oracle_data import oracle_folder
+from kvrelay.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
+from oracle_data import oracle_folder, recording
 
 ORACLE = "v2_lite_greedy"
+NOBODY = Incarnation("prefill", 1)
 
 
 @dataclass
@@ -30,23 +36,31 @@ class Node:
     endpoint: str
     stub: decode_pb2_grpc.DecodeNodeStub
 
-    def reserve(self, *, timeout_ms: int = 20_000) -> common_pb2.RequestRef:
-        """Reserve pages for a request that nobody will prefill."""
+    def reserve(self, *, prompt: Sequence[int] = (1, 2, 3), writer: Incarnation = NOBODY) -> handoff_pb2.Ticket:
+        """Reserve pages for a request of 24 tokens."""
         record = self.stub.Stats(common_pb2.StatsRequest())
-        request = common_pb2.RequestRef(request_id="r", attempt=1)
         asked = decode_pb2.ReserveRequest(
-            request=request,
+            request=common_pb2.RequestRef(request_id="r", attempt=1),
             holder=incarnation_to_pb(Incarnation.new("router")),
             node=record.node,
-            writer=incarnation_to_pb(Incarnation.new("prefill")),
+            writer=incarnation_to_pb(writer),
             ring_size=1,
-            packed_ids=pack_ids([1, 2, 3]),
-            sampling=common_pb2.Sampling(max_tokens=4),
+            packed_ids=pack_ids(prompt),
+            sampling=common_pb2.Sampling(max_tokens=24),
             layout_fingerprint=self.fingerprint(),
-            timeout_ms=timeout_ms,
+            timeout_ms=20_000,
         )
-        self.stub.Reserve(asked)
-        return request
+        return self.stub.Reserve(asked).ticket
+
+    def decode(self, ticket: handoff_pb2.Ticket) -> list[int]:
+        """Return the tokens of the request's stream."""
+        call = self.stub.Decode(decode_pb2.DecodeRequest(request=ticket.request, epoch=ticket.epoch))
+        return [token.token_id for event in call for token in event.tokens.tokens]
+
+    def said(self) -> str:
+        """Return what an ended process logged."""
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
 
     def fingerprint(self) -> bytes:
         """Return the node's layout, from its own refusal of another one."""
@@ -57,19 +71,25 @@ class Node:
         return bytes.fromhex((caught.value.details() or "").split()[-1])
 
 
-def start(*options: str) -> subprocess.Popen[str]:
+def start(*options: str, program: Sequence[str] = ("-m", "kvrelay.decode_node.app")) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "kvrelay.decode_node.app", *options],
+        [sys.executable, *program, *options],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
 @pytest.fixture
 def node() -> Iterator[Node]:
+    with running() as made:
+        yield made
+
+
+@contextmanager
+def running(**start_options: Any) -> Iterator[Node]:
     index = EmbeddedServer.start()
     process = start(
         "--model", str(oracle_folder(ORACLE)), "--name", "decode-0", "--index-url", index.url,
-        "--pool-pages", "50", "--lease-s", "2",
+        "--pool-pages", "50", "--lease-s", "2", **start_options,
     )  # fmt: skip
     assert process.stdout is not None
     ready = json.loads(process.stdout.readline())
@@ -82,7 +102,7 @@ def node() -> Iterator[Node]:
 
 
 def test_a_stop_signal_drains_and_exits_with_status_0(node: Node) -> None:
-    request = node.reserve()
+    request = node.reserve().request
     node.process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
         node.process.wait(0.5)
@@ -117,6 +137,50 @@ def test_an_idle_node_uses_less_than_two_percent_of_a_core(node: Node) -> None:
     after = process.cpu_times()
     used_s = after.user + after.system - before.user - before.system
     assert used_s / 4.0 < 0.02
+
+
+@pytest.fixture
+def prefill() -> Iterator[PrefillSide]:
+    side = PrefillSide.start(load_model(oracle_folder(ORACLE), dtype="float32", device=CPU, max_model_len=2048))
+    yield side
+    side.stop()
+
+
+async def answered(node: Node, prefill: PrefillSide) -> list[int]:
+    """Return the tokens of a whole request whose latents come from this process."""
+    prompt, sampling = recording(ORACLE, 333).prompt, Sampling(max_tokens=24)
+    session, first = prefill.prefill(prompt, sampling)
+    ticket = await asyncio.to_thread(node.reserve, prompt=prompt, writer=prefill.incarnation)
+    decoding = asyncio.create_task(asyncio.to_thread(node.decode, ticket))
+    await prefill.hand_over(ticket, session, first)
+    return [first.token_id, *await decoding]
+
+
+async def test_latents_from_another_process_give_the_recorded_tokens(node: Node, prefill: PrefillSide) -> None:
+    assert await answered(node, prefill) == recording(ORACLE, 333).greedy
+
+
+_WITH_A_BUG = """
+import sys
+from kvrelay.decode_node import app, engine
+step = engine.DecodeEngine.step
+def broken(self, batch, states):
+    if batch[0].position > 340:
+        raise ZeroDivisionError("a bug")
+    return step(self, batch, states)
+engine.DecodeEngine.step = broken
+app.main(sys.argv[1:])
+"""
+
+
+async def test_a_bug_in_a_step_is_told_to_the_request_and_ends_the_process(prefill: PrefillSide) -> None:
+    with running(program=("-c", _WITH_A_BUG)) as node:
+        with pytest.raises(grpc.RpcError) as caught:
+            await answered(node, prefill)
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert "a bug" in (caught.value.details() or "")
+        assert await asyncio.to_thread(node.process.wait, 5) == 1
+        assert "Traceback" in node.said()
 
 
 @pytest.mark.parametrize(

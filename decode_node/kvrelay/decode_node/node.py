@@ -166,7 +166,7 @@ class DecodeNode:
         return True
 
     def renew(self, holder: Incarnation, request_ids: Iterable[str]) -> list[str]:
-        """Note that the holder of these requests is alive; return those that are not its own, unknown or over."""
+        """Note that the holder of these requests is alive; return those that it does not have here."""
         listed = set(request_ids)
         known: set[str] = set()
         for record in self.records.held_by(holder, listed):

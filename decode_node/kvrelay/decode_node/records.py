@@ -34,12 +34,8 @@ class Records:
         return next((one for one in self if one.is_active and one.ask.request == request), None)
 
     def held_by(self, holder: Incarnation, request_ids: set[str]) -> list[Record]:
-        """Return the records among `request_ids` that have not ended and are this holder's."""
-        return [
-            one
-            for one in self
-            if one.is_active and one.ask.holder == holder and one.ask.request.request_id in request_ids
-        ]
+        """Return this holder's records among `request_ids`; one that has ended counts until its stream was told."""
+        return [one for one in self if one.ask.holder == holder and one.ask.request.request_id in request_ids]
 
     def remember_abort(self, request: Request) -> None:
         """An abort that overtakes its Reserve must win."""
