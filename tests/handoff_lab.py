@@ -150,7 +150,10 @@ async def reader(kind: str, *, num_pages: int = 64, wrap: Wrap = as_it_is) -> As
         side = Reader(memory, thread, cells)
         server = await serve(
             listen="127.0.0.1:0",
-            add_services=lambda s: decode_pb2_grpc.add_DecodeNodeServicer_to_server(_Servicer(side.hub), s),
+            add_services=lambda s: decode_pb2_grpc.add_DecodeNodeServicer_to_server(
+                _Servicer(side.hub),  # type: ignore[abstract]
+                s,
+            ),
             services=[decode_pb2.DESCRIPTOR.services_by_name["DecodeNode"]],
             max_message_bytes=32 << 20,
         )
@@ -241,7 +244,7 @@ def same_rows(reader: Reader, rank: Rank, tokens: Span, *, first_page: int = 0) 
 async def until(question: Callable[[], Any], *, within_s: float = 10.0) -> Any:
     """Return the first true answer."""
     async with asyncio.timeout(within_s):
-        while not (answer := question()):
+        while not (answer := question()):  # noqa: ASYNC110 (what is asked about has no event)
             await asyncio.sleep(0.005)
     return answer
 
