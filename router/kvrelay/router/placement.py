@@ -17,6 +17,9 @@ from kvrelay.core.types import Incarnation, Role
 if TYPE_CHECKING:
     from kvrelay.router.fleet import NodeView
 
+# A token that this request computes weighs more than one it waits for: it also keeps everybody behind it waiting. So a
+# burst that shares a prefix waits for it in one place rather than computing it in each.
+OWN_WORK_WEIGHT = 2
 RELAY_TOKENS_PER_SEQUENCE = 4096  # relaying so many tokens weighs as much as one more running sequence
 
 
@@ -121,8 +124,9 @@ def prefill_cost(node: NodeView, question: Question) -> float:
     waiting = max(node.queued_tokens, question.load(node).tokens)
     remaining = question.remaining(node)
     if remaining >= question.long_prompt_tokens:
-        return (waiting + remaining) / node.ring_size
-    return waiting / node.ring_size + remaining + (node.ring_size - 1) * question.long_prompt_tokens
+        return (waiting + OWN_WORK_WEIGHT * remaining) / node.ring_size
+    further_ranks = (node.ring_size - 1) * question.long_prompt_tokens
+    return waiting / node.ring_size + OWN_WORK_WEIGHT * (remaining + further_ranks)
 
 
 def decode_cost(node: NodeView, question: Question) -> float:
