@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -319,6 +320,37 @@ async def test_cancelling_the_stream_aborts_the_request_waiting_or_running(lab: 
     _, call = await running_stream(lab, recording(ORACLE, 64).prompt)
     call.cancel()
     await lab.settled()
+
+
+async def test_nothing_is_held_after_requests_that_ended_at_random_points(model: Model, index_url: str) -> None:
+    chance = random.Random(11)
+    async with running(model, index_url, num_pages=60) as lab:
+        prompts = {length: recording(ORACLE, length) for length in (7, 64, 333)}
+        ready = {length: lab.prefill.prefill(one.prompt, GREEDY) for length, one in prompts.items()}
+
+        async def one_request(length: int, *, cancel_after_s: float | None) -> None:
+            reserving = lab.stub.Reserve(lab.request(prompts[length].prompt, GREEDY))
+            if await reserving.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return
+            ticket = (await reserving).ticket
+            stream = asyncio.create_task(read(lab.decode(ticket)))
+            writing = asyncio.create_task(lab.prefill.hand_over(ticket, *ready[length]))
+            if cancel_after_s is None:
+                assert (await stream).token_ids == prompts[length].greedy[1:]
+            else:
+                await asyncio.sleep(cancel_after_s)
+                stream.cancel()
+            await writing
+
+        async def client() -> None:
+            for _ in range(8):
+                length = chance.choice((7, 64, 333))
+                await one_request(length, cancel_after_s=chance.choice((None, None, 0.0, 0.01, 0.04)))
+
+        await asyncio.gather(*(client() for _ in range(8)))
+        stats = await lab.settled(15)
+        assert stats.free_pages + stats.cached_pages == 60
+        assert stats.counters["requests_finished"] > 10
 
 
 async def test_a_request_whose_holder_is_silent_ends_by_lease(model: Model, index_url: str) -> None:
