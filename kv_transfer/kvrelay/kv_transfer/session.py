@@ -223,11 +223,8 @@ class ReaderSession:
     def _abort(self, reason: str, now_s: float) -> list[Action]:
         self.failure = reason
         self.state, self.waits_since_s = State.ABORTING, now_s
-        told: list[Action] = [
-            ev.SendAbort(number, reason)
-            for number, rank in self._ranks.items()
-            if rank.stream_open and rank.proof is None
-        ]
+        # A rank that is fenced already waits for the admission, so it must hear too.
+        told: list[Action] = [ev.SendAbort(number, reason) for number, rank in self._ranks.items() if rank.stream_open]
         return [*told, ev.Fail(reason), *self._if_all_fenced()]
 
     def _released(self, now_s: float) -> list[Action]:

@@ -1,0 +1,143 @@
+"""What goes wrong on the way is found before anything is admitted, and no page comes back too early."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+
+import faulty_transport
+from faulty_transport import Fault, FaultyTransport
+from handoff_lab import LAYOUT, Reader, outcomes, reader, ring, send_all, until
+from kvrelay.core.shard import Span
+from kvrelay.kv_transfer.endpoint import Failed, Settled
+from kvrelay.kv_transfer.values import Request
+
+
+@pytest.fixture(params=["loopback", "nixl"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def decode(kind: str) -> AsyncIterator[Reader]:
+    async with reader(kind) as side:
+        yield side
+
+
+@pytest.mark.parametrize(
+    ("fault", "counter"),
+    [
+        (faulty_transport.truncate, "parts_corrupt_total"),
+        (faulty_transport.misplace, "parts_corrupt_total"),
+        (faulty_transport.overtake, "parts_corrupt_total"),
+    ],
+)
+async def test_bytes_that_are_not_the_ones_sent_are_never_admitted(
+    kind: str, decode: Reader, fault: Fault, counter: str
+) -> None:
+    with ring(kind, wrap=partial(FaultyTransport, fault=fault)) as [rank]:
+        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
+        running = asyncio.create_task(end.run())
+        send_all(end)
+
+        [failed] = await outcomes(running)
+        await until(lambda: decode.freed)
+
+    assert isinstance(failed, Failed)
+    assert "do not match their checksum" in failed.reason
+    assert decode.admitted == []
+    assert decode.thread.counters.values[counter] >= 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "counter"),
+    [
+        (faulty_transport.drop, "parts_verified_total"),
+        (faulty_transport.garble, "notices_garbled_total"),
+        (faulty_transport.mislabel, "notices_stale_total"),
+        (faulty_transport.claim_other_rank, "notices_stale_total"),
+    ],
+)
+async def test_a_part_that_is_not_announced_holds_the_request_until_its_deadline(
+    kind: str, decode: Reader, fault: Fault, counter: str
+) -> None:
+    with ring(kind, wrap=partial(FaultyTransport, fault=fault)) as [rank]:
+        end = rank.endpoint(decode.reserve("r", writer=rank.writer, timeout_s=1.0))
+        running = asyncio.create_task(end.run())
+        send_all(end)
+
+        [failed] = await outcomes(running)
+        await until(lambda: decode.freed)
+
+    assert isinstance(failed, Failed)
+    assert "time is over" in failed.reason
+    assert decode.admitted == []
+    assert decode.thread.counters.values[counter] >= 1
+
+
+async def test_a_part_written_twice_is_admitted_once(kind: str, decode: Reader) -> None:
+    with ring(kind, wrap=partial(FaultyTransport, fault=faulty_transport.repeat)) as [rank]:
+        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
+        running = asyncio.create_task(end.run())
+        send_all(end)
+
+        assert await outcomes(running) == [Settled(60 * LAYOUT.row_bytes * LAYOUT.num_layers)]
+        [admitted] = decode.admitted
+    assert admitted.relayed_bytes == 60 * LAYOUT.row_bytes * LAYOUT.num_layers
+
+
+async def test_one_write_that_cannot_be_posted_fails_the_whole_at_once(kind: str, decode: Reader) -> None:
+    with ring(kind, wrap=partial(FaultyTransport, fault=faulty_transport.refuse)) as [rank]:
+        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
+        running = asyncio.create_task(end.run())
+        start_s = time.monotonic()
+        send_all(end)
+
+        assert await outcomes(running) == [Failed("no such route")]
+        await until(lambda: decode.freed)
+        await end.sources_free
+
+    assert time.monotonic() - start_s < 1.0
+    assert [reason for _, _, reason in decode.failed] == ["rank 0 gave up: no such route"]
+
+
+async def test_a_writer_whose_peer_does_nothing_is_stuck_in_bounded_time_and_its_pages_stay_away(
+    kind: str, decode: Reader
+) -> None:
+    with ring(kind, wrap=partial(FaultyTransport, fault=faulty_transport.freeze)) as [rank]:
+        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
+        running = asyncio.create_task(end.run())
+        for layer in range(LAYOUT.num_layers):
+            end.add_part(layer, Span(0, 60), range(8))
+        await until(lambda: decode.thread.counters.values.get("parts_verified_total") == 2)
+
+        decode.hub.abort(Request("r", 1), "client went away")
+        [failed] = await outcomes(running)
+
+        assert failed == Failed("decode gave up: client went away; no fence within 1 s", stuck=True)
+        assert not end.sources_free.done()
+        await until(lambda: decode.hub.stats().quarantined_pages == 8)
+        assert decode.freed == []
+        assert decode.hub.stats().oldest_quarantine_s >= 0
+    await asyncio.sleep(0.1)
+    assert decode.freed == []
+
+
+async def test_a_node_that_waits_for_work_uses_no_cpu(kind: str, decode: Reader) -> None:
+    with ring(kind, ring_size=2) as ranks:
+        end = ranks[0].endpoint(decode.reserve("r", writer=ranks[0].writer))
+        running = asyncio.create_task(end.run())
+        send_all(end)
+        await outcomes(running)
+        decode.hub.released(decode.admitted[0].epoch)
+        await until(lambda: decode.freed)
+
+        start_s, wall_s = time.process_time(), time.monotonic()
+        await asyncio.sleep(2.0)
+        used = (time.process_time() - start_s) / (time.monotonic() - wall_s)
+
+    assert used < 0.02

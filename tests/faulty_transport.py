@@ -1,0 +1,101 @@
+"""A transport that does one wrong thing to the writes that pass through it, and is otherwise the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvrelay.core.errors import TransferError
+from kvrelay.kv_transfer import notice as notices
+from kvrelay.kv_transfer.notice import Notice
+from kvrelay.kv_transfer.plan import Copy
+from kvrelay.kv_transfer.transport import PENDING, Done, Handle, Progress, Transport
+
+Fault = Callable[["FaultyTransport", str, Sequence[Copy], bytes], Handle]
+
+
+@dataclass
+class _Frozen:
+    """A handle that never ends, or one of nothing that is done."""
+
+    progress: Progress
+
+
+class FaultyTransport:
+    """Applies `fault` to each write from number `from_write` on."""
+
+    def __init__(self, real: Transport, fault: Fault, *, from_write: int = 2) -> None:
+        self.real = real
+        self.freezes_fences = False
+        self._fault = fault
+        self._from_write = from_write
+        self._num_writes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def post(self, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
+        self._num_writes += 1
+        if self._num_writes <= self._from_write:
+            return self.real.post(peer, copies, notice)
+        return self._fault(self, peer, copies, notice)
+
+    def write_fence(self, peer: str, cell: int, value: int) -> Handle:
+        return _Frozen(PENDING) if self.freezes_fences else self.real.write_fence(peer, cell, value)
+
+    def poll(self, handle: Handle) -> Progress:
+        return handle.progress if isinstance(handle, _Frozen) else self.real.poll(handle)
+
+    def release(self, handle: Handle) -> None:
+        if not isinstance(handle, _Frozen):
+            self.real.release(handle)
+
+
+def drop(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
+    return _Frozen(Done(0))
+
+
+def freeze(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
+    self.freezes_fences = True
+    return _Frozen(PENDING)
+
+
+def refuse(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
+    raise TransferError("no such route")
+
+
+def truncate(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
+    last = copies[-1]
+    return self.real.post(peer, [*copies[:-1], replace(last, num_bytes=last.num_bytes - 1)], notice)
+
+
+def misplace(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
+    """Other bytes land than those that were checked."""
+    return self.real.post(peer, [replace(copy, src_offset_bytes=0) for copy in copies], notice)
+
+
+def repeat(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
+    self.real.post(peer, copies, notice)
+    return self.real.post(peer, copies, notice)
+
+
+def overtake(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
+    """The notice comes without the data: bound to a write of something else."""
+    return self.real.post(peer, [Copy(0, 0, 1)], notice)
+
+
+def garble(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
+    return self.real.post(peer, copies, notice[:-1] + bytes([notice[-1] ^ 1]))
+
+
+def mislabel(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
+    """The notice names another epoch."""
+    read = notices.decode(notice)
+    other = Notice(replace(read.key, counter=read.key.counter + 1), read.rank, read.part)
+    return self.real.post(peer, copies, notices.encode(other))
+
+
+def claim_other_rank(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
+    read = notices.decode(notice)
+    return self.real.post(peer, copies, notices.encode(Notice(read.key, read.rank + 1, read.part)))
