@@ -184,18 +184,18 @@ class DecodeNode:
         assert record.phase is Phase.WAITING, f"{record.epoch} was sealed while {record.phase.value}"
         record.handoff = handoff
         record.output.append(handoff.first_token.token_id)
-        self.counters.add("relayed_bytes", handoff.relayed_bytes)
-        self.counters.add("early_bytes", handoff.early_bytes)
-        self.counters.add("resident_tokens", record.resident_tokens)
-        self._cache(record)
         record.phase = Phase.RUNNING
         finish = record.finish_of_first
         if finish is None:
-            self._join(record)
+            self._join(record)  # first of all: the rest happens while its first step runs
         else:
             record.events.put_nowait(record.admitted(self._clock()))
             # The hub notes the admission only when this returns.
             asyncio.get_running_loop().call_soon(self._finish, record, finish)
+        self.counters.add("relayed_bytes", handoff.relayed_bytes)
+        self.counters.add("early_bytes", handoff.early_bytes)
+        self.counters.add("resident_tokens", record.resident_tokens)
+        self._cache(record)
 
     def on_failed(self, epoch: Epoch, request: Request, reason: str) -> None:
         """The hand-off, or the request as a whole, ends here; its pages come back by `on_free`."""
