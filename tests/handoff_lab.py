@@ -101,6 +101,7 @@ class Reader:
     admitted: list[AdmittedHandoff] = field(default_factory=list)
     failed: list[tuple[Epoch, Request, str]] = field(default_factory=list)
     freed: list[tuple[Epoch, tuple[int, ...]]] = field(default_factory=list)
+    on_free: Callable[[Epoch], None] = lambda epoch: None
 
     def __post_init__(self) -> None:
         self.hub = ReaderHub(
@@ -112,10 +113,14 @@ class Reader:
             callbacks=HubCallbacks(
                 self.admitted.append,
                 lambda *failure: self.failed.append(failure),
-                lambda *freed: self.freed.append(freed),
+                self._free,
             ),
             limits=LIMITS,
         )
+
+    def _free(self, epoch: Epoch, pages: tuple[int, ...]) -> None:
+        self.freed.append((epoch, pages))
+        self.on_free(epoch)
 
     def reserve(
         self,
