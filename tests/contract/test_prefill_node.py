@@ -31,6 +31,9 @@ from contract.prefill_process import (
     silent_decode_node,
 )
 from contract.ring_ranks import Case, alone
+from kvrelay.core import prefix_hash
+from kvrelay.core.types import Incarnation, Role
+from kvrelay.index.reader import Holding, PrefixReader
 from kvrelay.index.server import EmbeddedServer
 from kvrelay.kv_transfer.values import Request
 from kvrelay.proto.v1 import common_pb2, prefill_pb2
@@ -146,6 +149,20 @@ async def test_a_second_request_with_the_same_prefix_executes_only_the_rest(clie
     assert admitted.cached_tokens == 320
     landed = peer.rows(pages, len(prompt)).numpy()[:, 64:]
     assert np.abs(landed - latents_of(prompt)[:, 64:]).max() < 1e-4
+
+
+async def test_computed_blocks_are_published_and_known_as_this_nodes(client: Client, index: EmbeddedServer) -> None:
+    prompt, seed = some_prompt(400), b"another-tenants!"
+    await events_of(client.prefill(a_ref(), prompt, prefix_seed=seed))
+    hashes = prefix_hash.chain(seed, np.array(prompt, dtype=np.int32), block_tokens=64)
+
+    reader, node = PrefixReader(index.url, "default"), client.node.record.node
+    this_node = Holding(Incarnation(node.name, node.start_id), Role.PREFILL, num_blocks=6)
+    async with asyncio.timeout(5):
+        while this_node not in (await reader.longest(hashes)).holdings:  # noqa: ASYNC110 - another process decides
+            await asyncio.sleep(0.05)
+    await reader.close()
+    assert (await client.stats()).counters["index_published"] >= 6
 
 
 async def test_a_wholly_resident_prompt_seals_with_zero_bytes(client: Client, peer: DecodePeer) -> None:

@@ -19,7 +19,7 @@ class ChunkPlan:
     positions_T: Rows  # of this rank's rows, in order; empty when it has none
     laps: Sequence[Lap]  # the chunk itself first, then the earlier tokens
     own_kept: Kept | None  # own rows that stay here
-    early: Sequence[Span]  # computed and stored here: they leave before attention starts
+    early: Sequence[Span]  # computed and stored here: they leave before or beside the attention
     late: Sequence[Span]  # computed elsewhere, stored here: they leave after the layer's ring
 
 

@@ -20,6 +20,7 @@ from kvrelay.proto.convert import pack_ids, span_to_pb
 from kvrelay.proto.v1 import ring_pb2
 
 _MAX_OVERTAKEN = 16  # times a job that lacks room may be passed by smaller ones
+_MAX_SHORT = 8  # jobs that lack room before the rest of the queue waits; bounds the work of one plan
 
 
 @dataclass(slots=True)
@@ -181,7 +182,7 @@ class RingControl:
                 self._events.append(CacheChanged(removed=tuple(evicted)))
             if record.pages is None:
                 short.append(record)
-                if record.overtaken >= _MAX_OVERTAKEN:
+                if record.overtaken >= _MAX_OVERTAKEN or len(short) >= _MAX_SHORT:
                     break
                 continue
             for passed in short:

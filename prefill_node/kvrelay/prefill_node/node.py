@@ -85,7 +85,7 @@ async def serve(
         cache_window_tokens=config.cache_window_tokens,
         max_request_s=settings.max_request_s,
     )
-    servicer = PrefillServicer(facts, leader, leases, on_drain=stop.ask)
+    servicer = PrefillServicer(facts, leader, leases, counters=(published.counters,), on_drain=stop.ask)
     start_step_thread(leader.run, lambda: loop.call_soon_threadsafe(step_ended.set))
     server = await serve_grpc(
         listen=settings.listen,
@@ -111,7 +111,7 @@ async def serve(
     await stop.wait()
     servicer.draining = True
     registration.beat_now()
-    await _drained(leader, servicer)
+    await _drained(leader, servicer, closing_limit_s=settings.fence_timeout_s + _STOP_GRACE_S)
     stopping.set()
     leader.shut_down()
     await step_ended.wait()
@@ -184,14 +184,17 @@ async def _watch_health(leader: Leader, server: Server) -> None:
             await server.set_serving(serving)
 
 
-async def _drained(leader: Leader, servicer: PrefillServicer) -> None:
-    """Wait until no request runs and no page is held by a hand-off."""
+async def _drained(leader: Leader, servicer: PrefillServicer, *, closing_limit_s: float) -> None:
+    """Wait until no request runs and no page is held by a hand-off; a stuck hand-off is waited for in bounds."""
     loop = asyncio.get_running_loop()
-    while True:
+    busy_until_s = loop.time()
+    while loop.time() < busy_until_s + closing_limit_s:
         jobs: asyncio.Future[int] = loop.create_future()
         leader.call(partial(_count_jobs, loop, jobs))
         if not await jobs and not servicer.active_requests:
             return
+        if servicer.active_requests:
+            busy_until_s = loop.time()
         await asyncio.sleep(_DRAIN_CHECK_S)
 
 

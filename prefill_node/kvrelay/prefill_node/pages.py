@@ -108,6 +108,9 @@ class RingPages:
         cached = [page for block in self._cache.match(hashes) for page in block]
         cached = cached[: (prompt_tokens - 1) // self.page_tokens]
         self.retain(cached)
+        if not self._may_have_room(-(-prompt_tokens // self.page_tokens) - len(cached)):
+            self.release(cached)
+            return None, []
         cached_tokens = len(cached) * self.page_tokens
         owners = self._owners(cached_tokens, prompt_tokens)
         wanted = Counter(owners)
@@ -150,15 +153,15 @@ class RingPages:
             allocator.check()
         self._cache.check()
 
+    def _may_have_room(self, num_pages: int) -> bool:
+        """False: not even all ranks together have room, so nothing is worked out or evicted in vain."""
+        return self.free_pages >= num_pages or self.free_pages + self._cache.evictable_pages >= num_pages
+
     def _has_room(self, wanted: Counter[int]) -> bool:
         return all(self._allocators[rank].free_pages >= number for rank, number in wanted.items())
 
     def _make_room(self, wanted: Counter[int]) -> list[bytes]:
         evicted: list[bytes] = []
-        if self._has_room(wanted):
-            return evicted
-        if self.free_pages + self._cache.evictable_pages < wanted.total():
-            return evicted  # nothing is dropped for a request that would not fit all the same
         while not self._has_room(wanted):
             gone = self._cache.evict(1)
             if not gone:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvrelay.core.types import Incarnation, Role
+from kvrelay.core.types import Counters, Incarnation, Role
 from kvrelay.index.writer import PrefixWriter
 from kvrelay.prefill_node.jobs import CacheChanged
 
@@ -15,6 +15,10 @@ class Published:
     def __init__(self, *, index_url: str, fleet: str, node: Incarnation) -> None:
         self._hashes: dict[bytes, None] = {}  # in order of arrival: parents before children
         self._writer = PrefixWriter(index_url, fleet, node=node, role=Role.PREFILL, all_hashes=self._all)
+
+    @property
+    def counters(self) -> Counters:
+        return self._writer.counters
 
     async def start(self) -> None:
         await self._writer.start()

@@ -94,6 +94,7 @@ class RankWorker:
         self._counters = counters
         self._more_counters = more_counters
         self._requests: dict[str, _Request] = {}
+        self._relay_stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def run(self, step: ring_pb2.RingStep, should_stop: Callable[[], bool]) -> StepResult:
@@ -196,9 +197,9 @@ class RankWorker:
                 projected = layer.project(hidden_TD, rope)
                 q_TNK, rows_TW = projected.q_TNK, projected.rows_TW.to(rows_TW.dtype)
                 self._keep_own(index, rows_TW, plan)
-            if relay is not None:
+            written = self._written()
+            if relay is not None and written is None:
                 relay.rows_final(index, plan.early)
-                relay.pump()
             header = Header(step_id, index, stop=self._ring.rank == 0 and should_stop())
             attended, stop = self._ring.attend(
                 layer, q_TNK, rows_TW, plan.laps, header=header, scale=self._model.softmax_scale
@@ -206,11 +207,32 @@ class RankWorker:
             if stop:
                 return None
             if relay is not None:
+                if written is not None:
+                    self._relay_beside_attention(relay, index, plan, written)
                 relay.rows_final(index, plan.late)
+                relay.pump()
             if has_rows:
                 hidden_TD = layer.finish(hidden_TD, attended.out_TNV.to(hidden_TD.dtype))
             self._counters.add("layers")
         return hidden_TD
+
+    def _written(self) -> torch.cuda.Event | None:
+        """Return an event behind the rows just written on a GPU; None on CPUs, where they are there already."""
+        if self._relay_stream is None:
+            return None
+        written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        written.record()
+        return written
+
+    def _relay_beside_attention(self, relay: Relay, layer: int, plan: ChunkPlan, written: torch.cuda.Event) -> None:
+        """Send own rows while the GPU is busy with the attention that was launched after them.
+
+        Their checksum waits for the rows; on a stream of its own it does not wait for the attention as well.
+        """
+        assert self._relay_stream is not None, "only GPUs have events"
+        self._relay_stream.wait_event(written)
+        with torch.cuda.stream(self._relay_stream):
+            relay.rows_final(layer, plan.early)
 
     def _keep_own(self, layer: int, rows_TW: Tensor, plan: ChunkPlan) -> None:
         if plan.own_kept is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from kvrelay.core.errors import (
 )
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.layout import PageLayout
-from kvrelay.core.types import Incarnation
+from kvrelay.core.types import Counters, Incarnation
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.jobs import Job, job_key
 from kvrelay.prefill_node.leader import Done, Failed, FirstToken, JobEvent, Leader, Progress, Started
@@ -57,11 +57,24 @@ class NodeFacts:
 class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
     """Runs on the asyncio thread of rank 0."""
 
-    def __init__(self, facts: NodeFacts, leader: Leader, leases: Leases, *, on_drain: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        facts: NodeFacts,
+        leader: Leader,
+        leases: Leases,
+        *,
+        counters: Sequence[Counters],
+        on_drain: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            counters: of the node, besides those of its ranks; reported by Stats.
+        """
         self.draining = False
         self._facts = facts
         self._leader = leader
         self._leases = leases
+        self._counters = counters
         self._on_drain = on_drain
         self._latest_attempt: OrderedDict[str, int] = OrderedDict()
         self._active: set[str] = set()
@@ -113,7 +126,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         answer: asyncio.Future[common_pb2.NodeStats] = loop.create_future()
 
         def collect(control: RingControl) -> None:
-            stats = node_stats(self._facts.incarnation, control, self._leader.rank_counters, draining=self.draining)
+            stats = node_stats(
+                self._facts.incarnation,
+                control,
+                self._leader.rank_counters,
+                {name: value for counters in self._counters for name, value in counters.values.copy().items()},
+                draining=self.draining,
+            )
             loop.call_soon_threadsafe(_set_once, answer, stats)
 
         self._leader.call(collect)

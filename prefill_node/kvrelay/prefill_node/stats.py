@@ -12,9 +12,18 @@ from kvrelay.proto.v1 import common_pb2
 
 
 def node_stats(
-    incarnation: Incarnation, control: RingControl, rank_counters: Sequence[dict[str, float]], *, draining: bool
+    incarnation: Incarnation,
+    control: RingControl,
+    rank_counters: Sequence[dict[str, float]],
+    node_counters: dict[str, float],
+    *,
+    draining: bool,
 ) -> common_pb2.NodeStats:
-    """Return the account of all ranks. Called between two steps."""
+    """Return the account of all ranks. Called between two steps.
+
+    Args:
+        node_counters: those that belong to no rank.
+    """
     account, phases = control.account(), control.phases()
     active = sum(number for phase, number in phases.items() if phase is not Phase.CLOSING)
     return common_pb2.NodeStats(
@@ -28,7 +37,7 @@ def node_stats(
         active_requests=active,
         queued_requests=phases[Phase.QUEUED],
         draining=draining,
-        counters=merged_counters(rank_counters),
+        counters=merged_counters(rank_counters) | node_counters,
     )
 
 
