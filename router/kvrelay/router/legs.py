@@ -60,7 +60,9 @@ class Legs:
             LegFailedError: a leg failed; the other one may still be running.
         """
         try:
-            item = await asyncio.wait_for(self._queue.get(), timeout_s)
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes together with a message.
+            async with asyncio.timeout(timeout_s):
+                item = await self._queue.get()
         except TimeoutError:
             return None
         if not isinstance(item, LegEnded):

@@ -1,0 +1,458 @@
+"""A whole router over real gRPC, a real index server, and nodes that speak the protocol and play a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.decoders import ByteLevel
+
+from kvrelay.core.types import Incarnation
+from kvrelay.index.registry import NodeRegistry
+from kvrelay.index.server import EmbeddedServer
+from kvrelay.proto import convert
+from kvrelay.proto.server import Server, connect, serve
+from kvrelay.proto.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    handoff_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
+from kvrelay.router.app import Router
+from kvrelay.router.settings import RouterSettings
+
+MAX_BYTES = 8 << 20
+TEXT = "One two three four five"  # what the nodes answer, one byte per token
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+ANSWER = [ALPHABET.index("Ġ" if letter == " " else letter) for letter in TEXT]
+
+
+@pytest.fixture(scope="module")
+def index() -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bytes")
+    tokenizer = Tokenizer(models.BPE(vocab={letter: at for at, letter in enumerate(ALPHABET)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"vocab_size": 256, "max_position_embeddings": 512, "eos_token_id": 255}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages[0].content }}"}')
+    return folder
+
+
+@dataclass
+class Played:
+    """What both roles have in common."""
+
+    aborted: list[str] = field(default_factory=list)
+    renewed: set[str] = field(default_factory=set)
+    drained: int = 0
+
+    async def Abort(self, request: Any, context: Any) -> common_pb2.AbortReply:
+        self.aborted.append(request.reason)
+        return common_pb2.AbortReply(was_active=True)
+
+    async def Renew(self, request: Any, context: Any) -> common_pb2.RenewReply:
+        self.renewed.update(request.request_ids)
+        return common_pb2.RenewReply()
+
+    async def Drain(self, request: Any, context: Any) -> common_pb2.DrainReply:
+        self.drained += 1
+        return common_pb2.DrainReply(active_requests=7)
+
+    async def Stats(self, request: Any, context: Any) -> common_pb2.NodeStats:
+        return common_pb2.NodeStats()
+
+
+@dataclass
+class PlayedPrefill(Played, prefill_pb2_grpc.PrefillNodeServicer):
+    silent_s: float = 0.0
+    calls: list[prefill_pb2.PrefillRequest] = field(default_factory=list)
+
+    async def Prefill(self, request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        self.calls.append(request)
+        yield prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted(cached_tokens=0))
+        yield prefill_pb2.PrefillEvent(progress=prefill_pb2.PrefillProgress(prefilled_tokens=2))
+        await asyncio.sleep(self.silent_s)
+        first = prefill_pb2.FirstToken(token=token(ANSWER[request.num_sent_tokens]), prefill_ms=1.0)
+        if request.sampling.max_tokens == 1:
+            first.finish_reason = common_pb2.FINISH_REASON_LENGTH
+        yield prefill_pb2.PrefillEvent(first_token=first)
+        yield prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone())
+
+
+@dataclass
+class PlayedDecode(Played, decode_pb2_grpc.DecodeNodeServicer):
+    admit_after_s: float = 0.0
+    step_s: float = 0.0
+    reserved: list[decode_pb2.ReserveRequest] = field(default_factory=list)
+
+    async def Reserve(self, request: Any, context: Any) -> decode_pb2.ReserveReply:
+        self.reserved.append(request)
+        epoch = common_pb2.Epoch(decode=request.node, counter=len(self.reserved))
+        return decode_pb2.ReserveReply(ticket=handoff_pb2.Ticket(epoch=epoch, request=request.request))
+
+    async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[handoff_pb2.ReaderEvent]:
+        yield handoff_pb2.ReaderEvent()
+
+    async def Decode(self, request: Any, context: Any) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        reserved = self.reserved[request.epoch.counter - 1]
+        await asyncio.sleep(self.admit_after_s)
+        yield decode_pb2.DecodeEvent(admitted=decode_pb2.DecodeAdmitted(resident_tokens=0, verify_ms=0.1))
+        for one in ANSWER[1 : reserved.sampling.max_tokens]:
+            await asyncio.sleep(self.step_s)
+            yield decode_pb2.DecodeEvent(tokens=decode_pb2.DecodeTokens(tokens=[token(one)]))
+        yield decode_pb2.DecodeEvent(done=decode_pb2.DecodeDone(reason=common_pb2.FINISH_REASON_LENGTH))
+
+
+def token(token_id: int) -> common_pb2.SampledToken:
+    return common_pb2.SampledToken(token_id=token_id)
+
+
+@dataclass
+class Stage:
+    """A router with its nodes, and a client."""
+
+    router: Router
+    prefill: PlayedPrefill
+    decode: PlayedDecode
+    registry: NodeRegistry
+    inference: inference_pb2_grpc.InferenceAsyncStub
+    fleet: fleet_pb2_grpc.FleetAsyncStub
+    channel: aio.Channel
+    records: list[fleet_pb2.NodeRecord]
+
+    async def run(self, request: inference_pb2.GenerateRequest, **options: Any) -> list[inference_pb2.GenerateEvent]:
+        return [event async for event in self.inference.Generate(request, **options)]
+
+    async def fails(self, request: inference_pb2.GenerateRequest, **options: Any) -> tuple[grpc.StatusCode, str]:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await self.run(request, **options)
+        return caught.value.code(), caught.value.details() or ""
+
+    async def health(self) -> int:
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        return int((await stub.Check(health_pb2.HealthCheckRequest())).status)
+
+
+async def _serve(servicer: PlayedPrefill | PlayedDecode) -> Server:
+    def add(server: aio.Server) -> None:
+        if isinstance(servicer, PlayedPrefill):
+            prefill_pb2_grpc.add_PrefillNodeServicer_to_server(servicer, server)
+        else:
+            decode_pb2_grpc.add_DecodeNodeServicer_to_server(servicer, server)
+
+    return await serve(listen="127.0.0.1:0", add_services=add, services=[], max_message_bytes=MAX_BYTES)
+
+
+def _record(name: str, role: Any, endpoint: str, **changes: Any) -> fleet_pb2.NodeRecord:
+    plain: dict[str, Any] = {
+        "layout_fingerprint": b"layout", "ring_size": 1, "max_model_len": 256, "block_tokens": 64, "page_tokens": 64,
+        "total_pages": 100, "free_pages": 100, "dtype": "float32",
+    }  # fmt: skip
+    node = convert.incarnation_to_pb(Incarnation.new(name))
+    return fleet_pb2.NodeRecord(node=node, role=role, endpoint=endpoint, **(plain | changes))
+
+
+@asynccontextmanager
+async def playing(
+    index: EmbeddedServer,
+    model: Path,
+    *,
+    prefill: PlayedPrefill | None = None,
+    decode: PlayedDecode | None = None,
+    register: Sequence[str] = ("prefill", "decode"),
+    decode_layout: bytes = b"layout",
+    **settings: Any,
+) -> AsyncIterator[Stage]:
+    prefill, decode = prefill or PlayedPrefill(), decode or PlayedDecode()
+    servers = [await _serve(prefill), await _serve(decode)]
+    fleet = Incarnation.new("f")
+    registry = NodeRegistry(index.url, f"f{fleet.start_id}")
+    records = [
+        _record("prefill", fleet_pb2.NODE_ROLE_PREFILL, servers[0].endpoint),
+        _record("decode", fleet_pb2.NODE_ROLE_DECODE, servers[1].endpoint, layout_fingerprint=decode_layout),
+    ]
+    for record in records:
+        if record.node.name in register:
+            await registry.register(record, ttl_s=60)
+    plain: dict[str, Any] = {
+        "model": str(model), "index_url": index.url, "fleet": f"f{fleet.start_id}", "max_message_mib": 1,
+        "registry_refresh_s": 0.05, "served_name": "m", "lease_s": 0.6,
+    }  # fmt: skip
+    router = Router(RouterSettings(**(plain | settings)))
+    endpoint = await router.start()
+    channel = connect(endpoint, max_message_bytes=MAX_BYTES)
+    inference, fleet_stub = inference_pb2_grpc.InferenceStub(channel), fleet_pb2_grpc.FleetStub(channel)
+    try:
+        yield Stage(router, prefill, decode, registry, inference, fleet_stub, channel, records)
+    finally:
+        await channel.close()
+        await router.stop()
+        await registry.close()
+        for server in servers:
+            await server.stop(0)
+
+
+def asked(text: str = "hello", **sampling: Any) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(text=text, sampling=common_pb2.Sampling(**{"max_tokens": 8, **sampling}))
+
+
+def said(events: Sequence[inference_pb2.GenerateEvent]) -> str:
+    return "".join(event.tokens.text for event in events)
+
+
+def ids(events: Sequence[inference_pb2.GenerateEvent]) -> list[int]:
+    return [one for event in events for one in event.tokens.token_ids]
+
+
+async def until(condition: Any, timeout_s: float = 3.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for is on the other side of a connection
+            await asyncio.sleep(0.01)
+
+
+async def test_a_request_is_accepted_streamed_and_accounted_for(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model) as stage:
+        events = await stage.run(asked(seed=3))
+
+    first, last = events[0].accepted, events[-1].finished
+    assert (first.prompt_tokens, first.seed, first.nodes.prefill_node, first.nodes.decode_node) == (
+        5, 3, "prefill", "decode",
+    )  # fmt: skip
+    assert (said(events), ids(events)) == (TEXT[:8], ANSWER[:8])
+    assert last.reason == common_pb2.FINISH_REASON_LENGTH
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (5, 8)
+    assert last.nodes.index_confidence == inference_pb2.INDEX_CONFIDENCE_DEGRADED  # these nodes publish no blocks
+    assert not stage.prefill.aborted
+    assert not stage.decode.aborted
+
+
+async def test_the_time_split_adds_up_to_what_the_client_waits(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model, prefill=PlayedPrefill(silent_s=0.2), decode=PlayedDecode(step_s=0.1)) as stage:
+        await stage.run(asked())  # connections exist
+        loop = asyncio.get_running_loop()
+        began_s, token_s = loop.time(), []
+        async for event in stage.inference.Generate(asked()):
+            if event.WhichOneof("event") == "tokens":
+                token_s.append(loop.time() - began_s)
+            time = event.finished.time
+
+    first = time.queue_ms + time.tokenize_ms + time.place_ms + time.reserve_ms + time.prefill_ms + time.delivery_ms
+    second = time.exposed_relay_ms + time.verify_ms + time.admit_ms + time.first_step_ms
+    assert first == pytest.approx(time.ttft_ms)
+    assert second == pytest.approx(time.second_token_ms - time.ttft_ms)
+    assert time.ttft_ms == pytest.approx(token_s[0] * 1000, rel=0.05, abs=30)
+    assert time.second_token_ms == pytest.approx(token_s[1] * 1000, rel=0.05, abs=30)
+
+
+async def test_a_stop_string_ends_the_text_before_it_and_the_work_at_once(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model, decode=PlayedDecode(step_s=0.01)) as stage:
+        events = await stage.run(asked(max_tokens=20, stop_strings=["two"]))
+        await until(lambda: stage.decode.aborted)
+
+    assert said(events) == "One "
+    assert events[-1].finished.reason == common_pb2.FINISH_REASON_STOP
+    assert ids(events) == ANSWER[:7]  # no token is lost, though the last three show no text
+    assert events[-1].finished.usage.completion_tokens == 7
+
+
+async def test_a_stop_string_in_the_first_token_leaves_nothing_reserved(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model, decode=PlayedDecode(step_s=0.05)) as stage:
+        events = await stage.run(asked(stop_strings=["O"]))
+        await until(lambda: stage.decode.aborted)
+
+    assert (said(events), ids(events)) == ("", ANSWER[:1])
+    assert events[-1].finished.nodes.decode_node == ""
+
+
+async def test_one_token_needs_no_decode_node(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model) as stage:
+        events = await stage.run(asked(max_tokens=1))
+
+    assert said(events) == TEXT[:1]
+    assert stage.decode.reserved == []
+    assert not stage.prefill.calls[0].HasField("ticket")
+
+
+async def test_silence_of_a_long_prefill_is_filled_with_progress(index: EmbeddedServer, model: Path) -> None:
+    slow = PlayedPrefill(silent_s=2.5), PlayedDecode(admit_after_s=2.5)
+    async with playing(index, model, prefill=slow[0], decode=slow[1]) as stage:
+        events = await stage.run(asked())
+
+    progress = [event.progress for event in events if event.WhichOneof("event") == "progress"]
+    assert len(progress) >= 2  # what the node said, and again while it was silent
+    assert {(one.prefilled_tokens, one.prompt_tokens) for one in progress} == {(2, 5)}
+    assert len(stage.prefill.renewed) == len(stage.decode.renewed) == 1  # leases were kept meanwhile
+
+
+async def test_the_clients_deadline_ends_both_legs(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model, prefill=PlayedPrefill(silent_s=30)) as stage:
+        code, _ = await stage.fails(asked(), timeout=0.3)
+        await until(lambda: stage.prefill.aborted and stage.decode.aborted)
+        await until(lambda: stage.router.inference.num_active == 0)
+
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_the_routers_own_limit_ends_a_request_without_deadline(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model, prefill=PlayedPrefill(silent_s=30), max_request_s=0.3) as stage:
+        code, text = await stage.fails(asked())
+
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED, text
+
+
+@pytest.mark.parametrize("num_events", [1, 2, 4])
+async def test_a_cancelled_call_ends_both_legs(index: EmbeddedServer, model: Path, num_events: int) -> None:
+    slow = PlayedPrefill(silent_s=0.3), PlayedDecode(step_s=0.2)
+    async with playing(index, model, prefill=slow[0], decode=slow[1]) as stage:
+        call = stage.inference.Generate(asked())
+        for _ in range(num_events):
+            await call.read()
+        call.cancel()
+        await until(lambda: stage.prefill.aborted and stage.decode.aborted)
+        await until(lambda: stage.router.inference.num_active == 0)
+
+
+async def test_without_a_usable_pair_a_request_is_told_at_once_what_is_missing(
+    index: EmbeddedServer, model: Path
+) -> None:
+    async with playing(index, model, register=("prefill",)) as stage:
+        assert await stage.health() == health_pb2.HealthCheckResponse.NOT_SERVING
+        code, text = await stage.fails(asked(), timeout=5)
+        assert (code, "no decode node" in text) == (grpc.StatusCode.UNAVAILABLE, True)
+
+        await stage.registry.register(stage.records[1], ttl_s=60)
+        await until(lambda: len(stage.router.fleet.nodes()) == 2)
+        await asyncio.sleep(0.05)
+        assert await stage.health() == health_pb2.HealthCheckResponse.SERVING
+        assert said(await stage.run(asked())) == TEXT[:8]
+
+
+async def test_nodes_of_different_layouts_are_no_pair(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model, decode_layout=b"other") as stage:
+        assert await stage.health() == health_pb2.HealthCheckResponse.NOT_SERVING
+        code, text = await stage.fails(asked(), timeout=5)
+
+    assert (code, "layout" in text) == (grpc.StatusCode.UNAVAILABLE, True)
+
+
+async def test_a_node_that_is_gone_makes_a_clear_error_in_time(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model, register=("decode",)) as stage:
+        await stage.registry.register(_record("ghost", fleet_pb2.NODE_ROLE_PREFILL, "127.0.0.1:1"), ttl_s=60)
+        await until(lambda: len(stage.router.fleet.nodes()) == 2)
+        code, text = await stage.fails(asked(), timeout=5)
+        await until(lambda: stage.decode.aborted, 1.0)
+
+    assert (code, "ghost" in text) == (grpc.StatusCode.UNAVAILABLE, True)
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "words"),
+    [
+        (asked(temperature=float("nan")), grpc.StatusCode.INVALID_ARGUMENT, ["temperature"]),
+        (asked(""), grpc.StatusCode.INVALID_ARGUMENT, ["empty"]),
+        (inference_pb2.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, ["empty"]),
+        (inference_pb2.GenerateRequest(model="x", text="a"), grpc.StatusCode.NOT_FOUND, ["'x'"]),
+        (asked("a" * 250), grpc.StatusCode.INVALID_ARGUMENT, ["258", "256"]),  # the nodes' limit, not the config's
+        (asked("a" * (2 << 20)), grpc.StatusCode.RESOURCE_EXHAUSTED, [str(1 << 20)]),
+    ],
+)
+async def test_bad_requests_are_refused_by_name(
+    index: EmbeddedServer, model: Path, request_: Any, code: grpc.StatusCode, words: list[str]
+) -> None:
+    async with playing(index, model) as stage:
+        found, text = await stage.fails(request_, timeout=5)
+
+    assert found is code, text
+    assert [word for word in words if word not in text] == []
+    assert stage.decode.reserved == []
+
+
+async def test_a_chat_is_rendered(index: EmbeddedServer, model: Path) -> None:
+    message = inference_pb2.ChatMessage(role="user", content="abc")
+    request = inference_pb2.GenerateRequest(chat=inference_pb2.ChatPrompt(messages=[message]))
+    request.sampling.max_tokens = 2
+    async with playing(index, model) as stage:
+        await stage.run(request)
+
+    packed = stage.prefill.calls[0].packed_ids
+    assert [ALPHABET[one] for one in convert.unpack_ids(packed)] == ["a", "b", "c"]
+
+
+async def test_requests_go_on_while_the_index_is_away(model: Path) -> None:
+    index = EmbeddedServer.start()
+    async with playing(index, model) as stage:
+        await asyncio.to_thread(index.stop)
+        events = await stage.run(asked(), timeout=5)
+
+        assert said(events) == TEXT[:8]
+        assert events[-1].finished.nodes.index_confidence == inference_pb2.INDEX_CONFIDENCE_FALLBACK
+
+
+async def test_model_info_tells_the_limits_of_the_fleet(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model) as stage:
+        info = await stage.inference.ModelInfo(inference_pb2.ModelInfoRequest())
+
+    assert info == inference_pb2.ModelInfoReply(
+        model="m", max_model_len=256, vocab_size=256, max_message_bytes=1 << 20, block_tokens=64, dtype="float32",
+        eos_token_ids=[255], has_tokenizer=True, has_chat_template=True,
+    )  # fmt: skip
+
+
+async def test_a_drained_node_gets_nothing_any_more(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model) as stage:
+        listed = await stage.fleet.ListNodes(fleet_pb2.ListNodesRequest())
+        reply = await stage.fleet.DrainNode(fleet_pb2.DrainNodeRequest(name="prefill"))
+        code, text = await stage.fails(asked(), timeout=5)
+        with pytest.raises(aio.AioRpcError, match="nobody"):
+            await stage.fleet.DrainNode(fleet_pb2.DrainNodeRequest(name="nobody"))
+
+    assert {record.node.name for record in listed.nodes} == {"prefill", "decode"}
+    assert (reply.active_requests, stage.prefill.drained) == (7, 1)
+    assert (code, "no prefill node" in text) == (grpc.StatusCode.UNAVAILABLE, True)
+
+
+async def test_a_stopping_router_lets_its_requests_end(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model, decode=PlayedDecode(step_s=0.05)) as stage:
+        running = asyncio.create_task(stage.run(asked()))
+        await until(lambda: stage.decode.reserved)
+        stopping = asyncio.create_task(stage.router._server.stop(5))  # type: ignore[union-attr]
+
+        assert said(await running) == TEXT[:8]
+        await stopping
+
+
+async def test_reflection_names_the_services(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model) as stage:
+        call = reflection_pb2_grpc.ServerReflectionStub(stage.channel).ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        reply = await call.read()
+        call.cancel()
+
+    names = {service.name for service in reply.list_services_response.service}
+    assert {"kvrelay.v1.Inference", "kvrelay.v1.Fleet", "grpc.health.v1.Health"} <= names
