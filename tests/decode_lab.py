@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from grpc import aio
 
@@ -32,11 +33,15 @@ from kvrelay.proto import convert
 from kvrelay.proto.server import connect
 from kvrelay.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
 
+ORACLE = "v2_lite_greedy"
+GREEDY = Sampling(max_tokens=24)
+LONG = Sampling(max_tokens=400)
 BLOCK_TOKENS = 64
 CPU = torch.device("cpu")
 LIMITS = Limits(fence_timeout_s=2.0, drain_s=0.2)
 # Registered memory stays mapped until the process exits, whatever a test has done with its node.
 _ALIVE: list[object] = []
+DecodeCall = aio.UnaryStreamCall[Any, decode_pb2.DecodeEvent]
 
 
 @dataclass
@@ -144,7 +149,7 @@ class Lab:
         reply: decode_pb2.ReserveReply = await self.stub.Reserve(self.request(prompt, sampling, **changed))
         return reply.ticket
 
-    def decode(self, ticket: handoff_pb2.Ticket) -> aio.UnaryStreamCall[Any, decode_pb2.DecodeEvent]:
+    def decode(self, ticket: handoff_pb2.Ticket) -> DecodeCall:
         return self.stub.Decode(decode_pb2.DecodeRequest(request=ticket.request, epoch=ticket.epoch))
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, **changed: Any) -> Seen:
@@ -193,7 +198,7 @@ async def running(
         prefill.stop()
 
 
-async def read(call: aio.UnaryStreamCall[Any, decode_pb2.DecodeEvent]) -> Seen:
+async def read(call: DecodeCall) -> Seen:
     """Read a Decode stream to its end."""
     seen = Seen()
     while isinstance(event := await call.read(), decode_pb2.DecodeEvent):
@@ -205,6 +210,30 @@ async def read(call: aio.UnaryStreamCall[Any, decode_pb2.DecodeEvent]) -> Seen:
             case "done":
                 seen.done, seen.reason = event.done, convert.finish_from_pb(event.done.reason)
     return seen
+
+
+async def refused(call: Any) -> aio.AioRpcError:
+    """Return the error that a call ends with."""
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+def says_retry(err: aio.AioRpcError) -> bool:
+    return ("retry-elsewhere", "1") in tuple(err.trailing_metadata() or ())
+
+
+async def running_stream(lab: Lab, prompt: list[int]) -> tuple[handoff_pb2.Ticket, DecodeCall]:
+    """Begin a long request and return when its first tokens have come."""
+    ticket = await lab.reserve(prompt, LONG)
+    call = lab.decode(ticket)
+    session, first = lab.prefill.prefill(prompt, LONG)
+    await lab.prefill.hand_over(ticket, session, first)
+    while True:
+        event = await call.read()
+        assert isinstance(event, decode_pb2.DecodeEvent)
+        if event.HasField("tokens"):
+            return ticket, call
 
 
 async def until(question: Callable[[], Any], *, within_s: float = 10.0) -> Any:

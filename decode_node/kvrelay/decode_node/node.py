@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from kvrelay.core.clock import Clock, monotonic
@@ -22,14 +21,15 @@ from kvrelay.core.errors import (
     UnavailableError,
 )
 from kvrelay.core.layout import PageLayout
-from kvrelay.core.types import Counters, Epoch, FinishReason, Incarnation, SampledToken
+from kvrelay.core.types import Counters, Epoch, FinishReason, Incarnation
 from kvrelay.decode_node import scheduler
 from kvrelay.decode_node.admission import Grant, PageBook
 from kvrelay.decode_node.engine import SequenceState
+from kvrelay.decode_node.held_pages import HeldPages
 from kvrelay.decode_node.intake import Demand, Limits, judge
 from kvrelay.decode_node.records import Records
 from kvrelay.decode_node.requests import Ask, Done, Phase, Record
-from kvrelay.decode_node.runner import Chosen, Crashed, Joined, Left, Report, Stepped, StepThread
+from kvrelay.decode_node.runner import Chosen, Crashed, Joined, Left, Report, Stepped, StepThread, count_step
 from kvrelay.kv_transfer.hub_values import AdmittedHandoff
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.kv_transfer.values import Request
@@ -51,15 +51,6 @@ class Publisher(Protocol):
     def publish(self, hashes: Sequence[bytes], /) -> None: ...
 
     def retract(self, hashes: Sequence[bytes], /) -> None: ...
-
-
-@dataclass(slots=True)
-class _Held:
-    """Pages of one epoch, from Reserve until no writer can reach them; its record may be gone before."""
-
-    pages: tuple[int, ...]
-    writable: tuple[int, ...]  # of these, those that the writer may write
-    quarantined: bool = False
 
 
 class DecodeNode:
@@ -89,7 +80,7 @@ class DecodeNode:
         self._max_requests = max_requests
         self._lease_s = lease_s
         self._clock = clock
-        self._held: dict[int, _Held] = {}  # by epoch counter
+        self._held = HeldPages(book, page_tokens=layout.page_tokens)
         self._hub: ReaderHub
         self._steps: StepThread
 
@@ -100,7 +91,7 @@ class DecodeNode:
     @property
     def is_drained(self) -> bool:
         """Nothing runs, and no writer is waited for but those whose pages were given up."""
-        return not self.records.num_active and all(held.quarantined for held in self._held.values())
+        return not self.records.num_active and not self._held.waits_for_writers
 
     # ---- what a router asks ----
 
@@ -134,7 +125,7 @@ class DecodeNode:
             deadline_s=now_s + ask.timeout_s, renewed_s=now_s,
         )  # fmt: skip
         self.records.add(record)
-        self._held[record.key] = _Held(grant.pages, grant.pages[grant.resident_tokens // self._layout.page_tokens :])
+        self._held.hold(record.key, grant)
         return ticket
 
     def open_stream(self, request: Request, epoch: Epoch) -> Record:
@@ -214,24 +205,18 @@ class DecodeNode:
 
     def on_quarantined(self, epoch: Epoch) -> None:
         """A writer's end is not proven in time: the pages that it was allowed to write are lost until it is."""
-        held = self._held[epoch.counter]
-        held.quarantined = True
-        self.book.quarantine(held.writable)
+        self._held.quarantine(epoch.counter)
 
     def on_free(self, epoch: Epoch, pages: tuple[int, ...]) -> None:
         """No writer can reach the prompt's pages any more, and the step thread has let go of all pages."""
-        held = self._held.pop(epoch.counter)
-        assert pages == held.pages[: len(pages)], f"{epoch} gives back pages that are not its own"
-        if held.quarantined:
-            self.book.unquarantine(held.writable)
-        self.book.release(held.pages)
+        self._held.free(epoch.counter, pages)
 
     # ---- what the step thread reports ----
 
     def on_report(self, report: Report) -> None:
         match report:
             case Stepped():
-                self._count_step(report)
+                count_step(self.counters, report)
                 for chosen in report.chosen:
                     self._on_chosen(self.records.get(chosen.key), chosen, report.step_s)
             case Joined(key, at_s):
@@ -326,10 +311,3 @@ class DecodeNode:
         """Cache and publish all blocks that are written."""
         hashes = record.written_hashes(self._layout.block_tokens)
         self._publisher.publish(self.book.cache_blocks(hashes, record.pages))
-
-    def _count_step(self, stepped: Stepped) -> None:
-        bucket = 1 << (len(stepped.chosen) - 1).bit_length()  # 1, 2, 4, 8, ... sequences or less
-        self.counters.add("steps")
-        self.counters.add("tokens", sum(isinstance(chosen.token, SampledToken) for chosen in stepped.chosen))
-        self.counters.add(f"steps_batch_{bucket}")
-        self.counters.add(f"step_ms_batch_{bucket}", stepped.step_s * 1000)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import ServeError
-from kvrelay.core.types import FinishReason, SampledToken
+from kvrelay.core.types import Counters, FinishReason, SampledToken
 from kvrelay.decode_node.engine import DecodeEngine, SequenceState
 from kvrelay.decode_node.scheduler import DecodeScheduler, Sequence
 
@@ -75,6 +75,15 @@ class Crashed:
 
 
 Report = Joined | Left | Stepped | Crashed
+
+
+def count_step(counters: Counters, stepped: Stepped) -> None:
+    """Count a step, its tokens and its time, also by batch size: 1, up to 2, up to 4, ... sequences."""
+    bucket = 1 << (len(stepped.chosen) - 1).bit_length()
+    counters.add("steps")
+    counters.add("tokens", sum(isinstance(one.token, SampledToken) for one in stepped.chosen))
+    counters.add(f"steps_batch_{bucket}")
+    counters.add(f"step_ms_batch_{bucket}", stepped.step_s * 1000)
 
 
 class StepThread:

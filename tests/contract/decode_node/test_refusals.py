@@ -1,0 +1,69 @@
+"""What a decode node refuses, and what it says then."""
+
+from __future__ import annotations
+
+import grpc
+
+from decode_lab import (
+    GREEDY,
+    ORACLE,
+    Lab,
+    refused,
+    running,
+    says_retry,
+)
+from kvrelay.core.types import Incarnation
+from kvrelay.model.transformer import Model
+from kvrelay.proto import convert
+from kvrelay.proto.v1 import common_pb2
+from oracle_data import recording
+
+
+async def test_reserve_refuses_what_cannot_be(lab: Lab) -> None:
+    prompt = recording(ORACLE, 64).prompt
+    other = Incarnation("decode", 1)
+    for changed, code, text, retry in (
+        ({"node": convert.incarnation_to_pb(other)}, grpc.StatusCode.UNAVAILABLE, "not decode@", True),
+        ({"layout_fingerprint": b"x" * 16}, grpc.StatusCode.FAILED_PRECONDITION, "layout 7878", True),
+        ({"packed_ids": b""}, grpc.StatusCode.INVALID_ARGUMENT, "empty", False),
+        ({"packed_ids": b"abc"}, grpc.StatusCode.INVALID_ARGUMENT, "multiple of 4", False),
+        ({"packed_ids": convert.pack_ids([1, 70_000])}, grpc.StatusCode.INVALID_ARGUMENT, "70000", False),
+        ({"ring_size": 1000}, grpc.StatusCode.INVALID_ARGUMENT, "1000", False),
+        ({"packed_ids": convert.pack_ids([1] * 2048)}, grpc.StatusCode.INVALID_ARGUMENT, "limit of 2048", False),
+    ):
+        err = await refused(lab.stub.Reserve(lab.request(prompt, GREEDY, **changed)))
+        assert (err.code(), says_retry(err)) == (code, retry), changed
+        assert text in str(err.details())
+    assert (await lab.settled()).pinned_pages == 0
+
+
+async def test_too_large_for_the_node_is_invalid_and_no_room_now_is_exhausted(model: Model, index_url: str) -> None:
+    async with running(model, index_url, num_pages=10) as lab:
+        err = await refused(lab.stub.Reserve(lab.request([1] * 640, GREEDY)))
+        assert err.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "11 pages" in str(err.details())
+        await lab.reserve([1] * 320, GREEDY)
+        err = await refused(lab.stub.Reserve(lab.request([1] * 320, GREEDY)))
+        assert (err.code(), says_retry(err)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+        assert "6 pages wanted, 4 of 10 free, 0 evictable" in str(err.details())
+
+
+async def test_more_requests_than_the_limit_are_refused(model: Model, index_url: str) -> None:
+    async with running(model, index_url, max_requests=2) as lab:
+        for _ in range(2):
+            await lab.reserve([1, 2], GREEDY)
+        err = await refused(lab.stub.Reserve(lab.request([1, 2], GREEDY)))
+        assert err.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_an_attempt_is_reserved_once(lab: Lab) -> None:
+    request = lab.request([1, 2, 3], GREEDY)
+    await lab.stub.Reserve(request)
+    assert (await refused(lab.stub.Reserve(request))).code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_an_abort_that_overtakes_its_reserve_wins(lab: Lab) -> None:
+    request = lab.request([1, 2, 3], GREEDY)
+    await lab.stub.Abort(common_pb2.AbortRequest(request=request.request))
+    assert (await refused(lab.stub.Reserve(request))).code() is grpc.StatusCode.FAILED_PRECONDITION
+    await lab.settled()
