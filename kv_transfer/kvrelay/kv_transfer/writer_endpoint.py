@@ -105,6 +105,7 @@ class WriterEndpoint:
         self._num_parts = 0
         self._relayed_bytes = 0
         self._writer_open = False
+        self._ticker: asyncio.Task[None] | None = None
         self.done: asyncio.Future[Outcome] = self._loop.create_future()
         self.sources_free: asyncio.Future[None] = self._loop.create_future()
 
@@ -153,21 +154,19 @@ class WriterEndpoint:
 
     async def run(self) -> Outcome:
         """Attach and stay until the end; return what `done` resolves with. To stop it early, use `abort`."""
-        ticker = asyncio.create_task(self._tick())
+        self._ticker = asyncio.create_task(self._tick())
         async with connect(self._ticket.decode_endpoint, max_message_bytes=self._limits.max_message_bytes) as channel:
             conversation = asyncio.create_task(self._converse(channel))
             outcome = await asyncio.shield(self.done)
-            ticker.cancel()
+            self._ticker.cancel()
             self._outbox.put_nowait(None)
             await asyncio.wait((conversation,), timeout=_GOODBYE_S)
             conversation.cancel()
             await asyncio.wait((conversation,))
-        if self._writer_open:
-            self._thread.close_writer(self._key)
         return outcome
 
     async def _tick(self) -> None:
-        while True:
+        while not self.done.done():  # also when `run` was cancelled: the fence must come to an end
             await asyncio.sleep(_TICK_S)
             self._feed(wt.Tick())
 
@@ -256,6 +255,8 @@ class WriterEndpoint:
     def _end(self, outcome: Outcome) -> None:
         kind = "settled" if isinstance(outcome, Settled) else "stuck" if outcome.stuck else "failed"
         self._counters.add(f"writers_{kind}_total")
+        if self._writer_open:
+            self._thread.close_writer(self._key)  # it still reports when the handles have ended
         self.done.set_result(outcome)
 
     def _post(self, part: Part) -> None:
