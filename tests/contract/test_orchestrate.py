@@ -14,15 +14,23 @@ import pytest
 from grpc import aio
 
 from kvrelay.core.clock import Deadline
-from kvrelay.core.errors import CapacityError, DeadlineError, ServeError, Status, UnavailableError
+from kvrelay.core.errors import (
+    CapacityError,
+    DeadlineError,
+    RequestCancelledError,
+    ServeError,
+    Status,
+    UnavailableError,
+)
 from kvrelay.core.grpc_status import grpc_status
-from kvrelay.core.types import FinishReason, Incarnation, Sampling
+from kvrelay.core.types import FinishReason, Incarnation, Role, Sampling
 from kvrelay.index.reader import Confidence
 from kvrelay.proto import convert
 from kvrelay.proto.server import connect, serve
 from kvrelay.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2, prefill_pb2, prefill_pb2_grpc
 from kvrelay.router.attempt import Background, Shared
 from kvrelay.router.leases import LeaseKeeper
+from kvrelay.router.legs import Legs
 from kvrelay.router.orchestrate import EndEvent, Event, Job, Orchestrator, PlacedEvent, TokensEvent
 from kvrelay.router.peers import Node, Placed
 from kvrelay.router.timesplit import RequestTimer
@@ -88,6 +96,7 @@ class PlayedDecode(decode_pb2_grpc.DecodeNodeServicer):
 
     refuse: Callable[[], ServeError] | None = None
     die_after: int | None = None
+    dies_before_done: bool = False
     reserved: list[decode_pb2.ReserveRequest] = field(default_factory=list)
     aborts: list[common_pb2.AbortRequest] = field(default_factory=list)
 
@@ -113,6 +122,9 @@ class PlayedDecode(decode_pb2_grpc.DecodeNodeServicer):
                     raise UnavailableError("the step thread died")
             sent += 1
             yield decode_pb2.DecodeEvent(tokens=decode_pb2.DecodeTokens(tokens=[_token(token)]))
+        if self.dies_before_done:
+            async with grpc_status(context):
+                raise UnavailableError("the step thread died")
         reason = common_pb2.FINISH_REASON_LENGTH
         yield decode_pb2.DecodeEvent(done=decode_pb2.DecodeDone(reason=reason, num_tokens=sent))
 
@@ -309,6 +321,43 @@ async def test_f5_a_stream_goes_on_elsewhere_after_decode_died() -> None:
     assert convert.unpack_ids(again.packed_ids).tolist() == [*range(100), *ANSWER[:3]]
     assert again.sampling.max_tokens == 3
     assert again.sampling.seed == stage.prefill[0].calls[0].sampling.seed
+
+
+@pytest.mark.parametrize("max_tokens", [2, 6])
+async def test_f5_nothing_is_redone_when_decode_dies_behind_the_last_token(max_tokens: int) -> None:
+    stage = Stage([PlayedPrefill()], [PlayedDecode(dies_before_done=True), PlayedDecode()])
+    async with _playing(stage) as orchestrator:
+        events, _ = await _run(orchestrator, max_tokens=max_tokens)
+
+    assert _tokens(events) == ANSWER[:max_tokens]
+    assert events[-1] == EndEvent(FinishReason.LENGTH)
+    assert len(stage.prefill[0].calls) == 1
+
+
+async def test_a_node_that_cancels_a_call_is_replaced() -> None:
+    stage = Stage(
+        [PlayedPrefill(fail=lambda: RequestCancelledError("shutting down")), PlayedPrefill()], [PlayedDecode()]
+    )
+    async with _playing(stage) as orchestrator:
+        events, _ = await _run(orchestrator)
+
+    assert _tokens(events) == ANSWER
+
+
+async def test_a_cancellation_that_meets_a_message_is_not_lost() -> None:
+    for num_switches in range(6):
+        legs = Legs({Role.PREFILL: Incarnation("p", 1)})
+        task = asyncio.create_task(legs.next(5.0))
+        await asyncio.sleep(0.01)
+        legs._queue.put_nowait(prefill_pb2.PrefillEvent())
+        for _ in range(num_switches):
+            if not task.done():
+                await asyncio.sleep(0)
+        was_done = task.done()
+        task.cancel()
+        await asyncio.wait([task])
+
+        assert was_done or task.cancelled(), num_switches
 
 
 async def test_n7_a_deadline_shorter_than_the_prefill_ends_both_legs() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from grpc import aio
 
-from kvrelay.core.errors import ServeError, UnavailableError
+from kvrelay.core.errors import ServeError, Status, UnavailableError
 from kvrelay.core.grpc_status import from_rpc_error
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.proto.v1 import decode_pb2, prefill_pb2
@@ -99,7 +99,11 @@ class Legs:
                 self._queue.put_nowait(message)
             self._queue.put_nowait(LegEnded(role, None))
         except aio.AioRpcError as err:
-            self._queue.put_nowait(LegEnded(role, from_rpc_error(err, peer=str(self._nodes[role]))))
+            error = from_rpc_error(err, peer=str(self._nodes[role]))
+            if error.status is Status.CANCELLED:
+                # Not by us, or this task would be cancelled: the node is leaving, and another one may serve.
+                error = UnavailableError(str(error))
+            self._queue.put_nowait(LegEnded(role, error))
 
     async def _failure(self, role: Role, error: ServeError) -> LegFailedError:
         errors = {role: error}

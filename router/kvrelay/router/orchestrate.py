@@ -124,11 +124,20 @@ class Run:
                 return
             except LegFailedError as err:
                 log.warning("request %s attempt %d failed: %s", self._job.request_id, attempt, err)
+                if (reason := self._ended_anyway()) is not None:
+                    yield EndEvent(reason)
+                    return
                 if not err.cause.retry_elsewhere or self._deadline.passed():
                     raise err.cause from err
                 failure, avoid = err, avoid | err.culprits
         assert failure is not None
         raise _exhausted(failure, self._max_retries + 1)
+
+    def _ended_anyway(self) -> FinishReason | None:
+        """Return why a failed request has nothing left to do: its last token is out, only the word of it got lost."""
+        if self._sent and self._sent[-1] in self._job.sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self._sent) >= self._job.sampling.max_tokens else None
 
     async def _attempt(
         self, number: int, avoid: frozenset[Incarnation], failure: LegFailedError | None
