@@ -28,7 +28,8 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", max_message_bytes),
         # A restarted peer must be found in well under a second, not after gRPC's default minute of backoff.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # gRPC also uses this as its connect timeout: a busy peer needs longer than the first pause.
+        ("grpc.min_reconnect_backoff_ms", 1_500),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     ]
 
