@@ -79,7 +79,9 @@ def _print_table(nodes: Sequence[dict[str, Any]]) -> None:
             f"{node['free_pages']}/{node['total_pages']}", str(node["active_requests"]),
             "draining" if node["draining"] else "serving",
         )  # fmt: skip
-    Console().print(table)
+    console = Console()
+    # A pipe has no width; cutting names there would make the table useless.
+    console.print(table, width=None if console.is_terminal else 200)
 
 
 def _failed(err: grpc.RpcError) -> int:
