@@ -49,6 +49,7 @@ class EmbeddedServer:
         process = subprocess.Popen(  # noqa: S603 - our own program and options
             [sys.executable, "-m", "kvrelay.index.embedded_child", str(os.getpid()), str(program), *arguments],
             cwd=tempfile.gettempdir(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in the terminal is for its parent, which still needs it while it drains
         )  # fmt: skip
         server = cls(process, port)
         server._wait_until_it_answers()
