@@ -8,12 +8,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from kvrelay.decode_node.settings import DecodeSettings
-from kvrelay.router.settings import RouterSettings
-
 from kvrelay.cli.parser import build_parser
 from kvrelay.core.settings import CommonSettings
+from kvrelay.decode_node.settings import DecodeSettings
 from kvrelay.prefill_node.settings import PrefillSettings
+from kvrelay.router.settings import RouterSettings
 from repo import ROOT
 
 GOLDEN = ROOT / "tests" / "unit" / "golden" / "cli.txt"
@@ -78,4 +77,5 @@ def _default(settings: type[CommonSettings], name: str) -> str:
 
 if __name__ == "__main__":
     GOLDEN.write_text(describe())
-    README.write_text(README.read_text().replace(readme_table(), settings_table()))
+    before, _, rest = README.read_text().partition(TABLE_BEGIN)
+    README.write_text(before + TABLE_BEGIN + settings_table() + TABLE_END + rest.partition(TABLE_END)[2])
