@@ -45,7 +45,8 @@ async def serve_stream(
 async def _greet(sessions: HubSessions, incoming: Incoming) -> tuple[Entry, int]:
     """Return the session and rank that the first message names, attached."""
     try:
-        first = await asyncio.wait_for(anext(incoming, None), _HELLO_TIMEOUT_S)
+        async with asyncio.timeout(_HELLO_TIMEOUT_S):
+            first = await anext(incoming, None)
     except TimeoutError:
         first = None
     if first is None or not first.HasField("hello"):

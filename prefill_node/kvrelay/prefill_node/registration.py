@@ -103,7 +103,8 @@ class LeaseThread:
             finally:
                 self._registered.set()
             try:
-                await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._wake.wait()
             except TimeoutError:
                 continue
             self._wake.clear()

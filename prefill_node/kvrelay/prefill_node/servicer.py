@@ -150,7 +150,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         try:
             while not over:
                 try:
-                    event = await asyncio.wait_for(events.get(), min(PROGRESS_S, deadline.remaining_s()))
+                    async with asyncio.timeout(min(PROGRESS_S, deadline.remaining_s())):
+                        event = await events.get()
                 except TimeoutError:
                     if deadline.passed():
                         raise DeadlineError(f"request {job.request.request_id}: the time limit is over") from None
