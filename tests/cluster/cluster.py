@@ -144,16 +144,9 @@ class Cluster:
         """Return every node's own accounting, by node name."""
         return {record.node.name: _stats(record) for record in self.nodes()}
 
-    def counter(self, name: str, *, role: str = "") -> float:
-        """Return a counter summed over nodes (of a role) and ranks."""
-        pattern = re.compile(re.escape(name) + r"(_rank\d+)?")
-        return sum(
-            value
-            for node, stats in self.stats().items()
-            if node.startswith(role)
-            for key, value in stats.counters.items()
-            if pattern.fullmatch(key)
-        )
+    def counter(self, name: str, *, role: str) -> float:
+        """Return a counter summed over the nodes of a role; per node it is the sum over ranks."""
+        return sum(stats.counters.get(name, 0.0) for node, stats in self.stats().items() if node.startswith(role))
 
     def process(self, name: str, *, rank: int | None = None) -> psutil.Process:
         """Return a process of the cluster: `router`, a node by name, one rank of it, or `index`."""

@@ -15,7 +15,7 @@ from oracle_data import oracle_folder, recording
 ORACLE = "v3_noaux"
 FOLDER = oracle_folder(ORACLE)
 VOCAB = vocab_size(FOLDER)
-SPEC = Spec(FOLDER, ring_size="2", chunk_tokens=16, max_model_len=4096, pool_pages=600)
+SPEC = Spec(FOLDER, ring_size="2", chunk_tokens=16, pool_pages=600)
 IN_TIME_S = 30.0
 CLEAR = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.RESOURCE_EXHAUSTED}
 PROMPT, GREEDY = recording(ORACLE, 1500).prompt, recording(ORACLE, 1500).greedy
@@ -90,7 +90,7 @@ def test_a_decode_node_is_killed_during_decode(cluster: Cluster) -> None:
         time.sleep(0.3)
         cluster.process("decode-0").kill()
 
-    in_the_middle(cluster, fresh(5), max_tokens=2000, hit=hit)
+    in_the_middle(cluster, fresh(5), max_tokens=500, hit=hit)
 
     serves_again(cluster)
     cluster.assert_settled(25)

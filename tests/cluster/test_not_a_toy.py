@@ -16,8 +16,8 @@ from oracle_data import oracle_folder
 ORACLE = "v3_noaux"
 FOLDER = oracle_folder(ORACLE)
 VOCAB = vocab_size(FOLDER)
-CHUNK = 128
-SPEC = Spec(FOLDER, ring_size="2", chunk_tokens=CHUNK, max_model_len=4096, pool_pages=600)
+CHUNK = 100
+SPEC = Spec(FOLDER, ring_size="2", chunk_tokens=CHUNK, pool_pages=600)
 
 
 def some_ids(seed: int, num_tokens: int) -> list[int]:
