@@ -71,6 +71,9 @@ def as_dict(event: pb.GenerateEvent) -> dict[str, Any]:
             "prompt_tokens": progress.prompt_tokens,
             "eta_ms": progress.eta_ms,
         }
+    if kind == "prompt_logprobs":
+        scored = event.prompt_logprobs
+        return {"event": kind, "first_position": scored.first_position, "logprobs": list(scored.logprobs)}
     if kind == "tokens":
         return _tokens(event.tokens)
     assert kind == "finished", f"event {kind}"

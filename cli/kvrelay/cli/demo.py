@@ -118,11 +118,11 @@ def main() -> int:
     """Run the demo; return 0 when both answers came."""
     console, began_s = Console(), time.monotonic()
     prompt = long_prompt(Tokenizer.from_file(str(Path(embedded_checkpoint()) / "tokenizer.json")))
-    console.rule("starting a cluster: router, a prefill ring of two, a decode node, an index server")
+    console.rule("starting a cluster of real processes")
     try:
         with local_cluster.running(CLUSTER, show=True) as cluster, client.connect(cluster.endpoint) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
-            console.rule(f"a prompt of {len(prompt):,} characters: Python's manual with two facts hidden in it")
+            console.rule(f"{len(prompt):,} characters of manual with two facts hidden in them")
             console.print(f"... {QUESTION}", style="dim")
             first = ask(stub, [prompt])
             console.rule("a follow-up: what was said before is not computed again")

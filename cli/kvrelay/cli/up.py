@@ -118,7 +118,7 @@ async def _serve(plan: UpPlan, run_folder: Path) -> int:
             return await work  # raises what went wrong
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
-        say("draining; once more to stop at once")
+        say("draining; a second signal stops at once")
         await supervisor.stop(STOP_ORDER)
         say("stopped")
         return 0
