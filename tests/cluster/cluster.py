@@ -82,6 +82,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[common_pb2.TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)  # from the second prompt token on
     progress: list[inference_pb2.Progress] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)  # since the call, per Tokens event
 
@@ -96,6 +97,10 @@ class Answer:
             self.text += event.tokens.text
             self.logprobs += event.tokens.logprobs
             self.token_times_s.append(at_s)
+        elif kind == "prompt_logprobs":
+            assert event.prompt_logprobs.first_position == 1 + len(self.prompt_logprobs), "a gap or a repetition"
+            assert not self.token_ids, "prompt log-probabilities come before the first token"
+            self.prompt_logprobs += event.prompt_logprobs.logprobs
         else:
             self.finished = event.finished
 

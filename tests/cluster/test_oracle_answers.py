@@ -54,6 +54,33 @@ def test_tokens_and_probabilities_are_the_recorded_ones(
             assert answer.logprobs[step].logprob == pytest.approx(expected, abs=1e-3), f"step {step}"
 
 
+def expected_logprobs(name: str, length: int) -> dict[int, float]:
+    """Return, by position, the log-probability of each prompt token that the recording has logits for."""
+    recorded = recording(name, length)
+    return {
+        position + 1: logits[recorded.prompt[position + 1]] - np.logaddexp.reduce(logits.astype(np.float64))
+        for position, logits in zip(recorded.positions, recorded.logits, strict=True)
+        if position + 1 < length
+    }
+
+
+@pytest.mark.parametrize("length", [1, 333, 1500])
+def test_prompt_probabilities_are_the_recorded_ones_whatever_is_cached(
+    cluster: Cluster, case: tuple[str, int, int | None], length: int
+) -> None:
+    prompt = recording(case[0], length).prompt
+    cluster.generate(prompt, max_tokens=2)  # leaves the prompt in both caches
+
+    one = cluster.generate(prompt, max_tokens=1, prompt_logprobs=True)
+    many = cluster.generate(prompt, max_tokens=4, prompt_logprobs=True)
+
+    assert one.usage.cached_tokens == many.usage.cached_tokens == 0
+    assert len(one.prompt_logprobs) == length - 1
+    assert one.prompt_logprobs == pytest.approx(many.prompt_logprobs, abs=1e-5)
+    for position, expected in expected_logprobs(case[0], length).items():
+        assert one.prompt_logprobs[position - 1] == pytest.approx(expected, abs=1e-3), f"position {position}"
+
+
 def test_usage_counts_the_prompt_and_the_answer(cluster: Cluster, case: tuple[str, int, int | None]) -> None:
     answer = cluster.generate(recording(case[0], 64).prompt, max_tokens=5)
 

@@ -45,6 +45,7 @@ class Case:
     ring_block_tokens: int = 4096
     resident_tokens: int = 0
     block_hashes: tuple[bytes, ...] = ()
+    prompt_logprobs: bool = False
 
 
 @dataclass
@@ -91,6 +92,7 @@ class Outcome:
     token: int | None = None  # rank 0 only
     cached_tokens: int = 0
     error: str | None = None
+    told: list[JobEvent] = field(default_factory=list)  # rank 0 only
 
 
 def compute(
@@ -113,18 +115,21 @@ def compute(
         device=pool.device,
     )
     worker = RankWorker(model, pool, ring, open_writer=open_writer, planner=planner, counters=counters)
-    token, error = None, None
+    told: list[JobEvent] = []
     if control is None:
         assert group is not None
         follow(worker, group)
     else:
-        token, error = _lead(
-            case, Leader(control, worker, group, token_bytes=1, on_cache=lambda _: None, counters=counters)
-        )
+        told = _lead(case, Leader(control, worker, group, token_bytes=1, on_cache=lambda _: None, counters=counters))
+    tokens = [event.token.token_id for event in told if isinstance(event, FirstToken)]
+    errors = [str(event.error) for event in told if isinstance(event, Failed)]
     writer = writers[0]
     sealed = writer.sealed_with is not None
     cached = writer.sealed_with[1] if writer.sealed_with else 0
-    return Outcome(writer.rows, writer.twice, sealed, dict(counters.values), token, cached, error)
+    return Outcome(
+        writer.rows, writer.twice, sealed, dict(counters.values), tokens[0] if tokens else None, cached,
+        errors[0] if errors else None, told,
+    )  # fmt: skip
 
 
 def a_control(case: Case, ring_size: int) -> RingControl:
@@ -138,7 +143,7 @@ def a_control(case: Case, ring_size: int) -> RingControl:
     return RingControl(pages, block_tokens=PAGE_TOKENS, chunk_tokens=case.chunk_tokens, max_jobs=4, prefix_wait_s=1.0)
 
 
-def _lead(case: Case, leader: Leader) -> tuple[int | None, str | None]:
+def _lead(case: Case, leader: Leader) -> list[JobEvent]:
     events: list[JobEvent] = []
 
     def sink(event: JobEvent) -> None:
@@ -149,13 +154,12 @@ def _lead(case: Case, leader: Leader) -> tuple[int | None, str | None]:
     ticket = handoff_pb2.Ticket(prompt_tokens=len(case.prompt), resident_tokens=case.resident_tokens)
     prompt = np.array(case.prompt, dtype=np.int32)
     ref = common_pb2.RequestRef(request_id="case", attempt=1)
-    leader.submit(Job(ref, prompt, Sampling(max_tokens=8), block_hashes=case.block_hashes, ticket=ticket), sink)
+    sampling = Sampling(max_tokens=8, prompt_logprobs=case.prompt_logprobs)
+    leader.submit(Job(ref, prompt, sampling, block_hashes=case.block_hashes, ticket=ticket), sink)
     thread = threading.Thread(target=leader.run)
     thread.start()
     thread.join()
-    tokens = [event.token.token_id for event in events if isinstance(event, FirstToken)]
-    errors = [str(event.error) for event in events if isinstance(event, Failed)]
-    return (tokens[0] if tokens else None), (errors[0] if errors else None)
+    return events
 
 
 def a_pool(model: Model) -> LatentPool:

@@ -31,7 +31,7 @@ from kvrelay.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb
 from kvrelay.router.attempt import Background, Shared
 from kvrelay.router.leases import LeaseKeeper
 from kvrelay.router.legs import Legs
-from kvrelay.router.orchestrate import EndEvent, Event, Job, Orchestrator, PlacedEvent, TokensEvent
+from kvrelay.router.orchestrate import EndEvent, Event, Job, Orchestrator, PlacedEvent, PromptEvent, TokensEvent
 from kvrelay.router.peers import Node, Placed
 from kvrelay.router.timesplit import RequestTimer
 
@@ -55,6 +55,8 @@ class PlayedPrefill(prefill_pb2_grpc.PrefillNodeServicer):
     cancelled: int = 0
     called: asyncio.Event = field(default_factory=asyncio.Event)
     knows: bool = True
+    scored: tuple[tuple[float, ...], ...] = ()  # log-probabilities of prompt tokens, per chunk
+    break_after_scored: bool = False
 
     async def Prefill(self, request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         self.calls.append(request)
@@ -66,6 +68,14 @@ class PlayedPrefill(prefill_pb2_grpc.PrefillNodeServicer):
             yield prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted(cached_tokens=64, queue_ms=1))
             if self.hang:
                 await asyncio.sleep(30)
+            position = 1
+            for chunk in self.scored if request.sampling.prompt_logprobs else ():
+                scored = common_pb2.PromptLogprobs(first_position=position, logprobs=chunk)
+                position += len(chunk)
+                yield prefill_pb2.PrefillEvent(prompt_logprobs=scored)
+            if self.break_after_scored:
+                async with grpc_status(context):
+                    raise UnavailableError("a rank died")
             first = prefill_pb2.FirstToken(token=_token(ANSWER[request.num_sent_tokens]), prefill_ms=3.0)
             if request.sampling.max_tokens == 1:
                 first.finish_reason = common_pb2.FINISH_REASON_LENGTH
@@ -227,9 +237,10 @@ async def _playing(stage: Stage, *, lease_s: float = 60.0) -> AsyncIterator[Orch
 
 
 async def _run(
-    orchestrator: Orchestrator, *, max_tokens: int = 6, timeout_s: float = 20.0, request_id: str = "r"
+    orchestrator: Orchestrator, *, max_tokens: int = 6, timeout_s: float = 20.0, prompt_logprobs: bool = False
 ) -> tuple[list[Event], RequestTimer]:
-    job = Job(request_id, np.arange(100, dtype=np.int32), Sampling(max_tokens=max_tokens))
+    sampling = Sampling(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
+    job = Job("r", np.arange(100, dtype=np.int32), sampling)
     timer = RequestTimer()
     run = orchestrator.start(job, timer=timer, deadline=Deadline.after(timeout_s))
     return [event async for event in run.events()], timer
@@ -265,6 +276,38 @@ async def test_n7_one_token_reserves_nothing() -> None:
     assert _tokens(events) == ANSWER[:1]
     assert not stage.decode[0].reserved
     assert not stage.prefill[0].calls[0].HasField("ticket")
+
+
+def _scored(events: list[Event]) -> list[tuple[int, tuple[float, ...]]]:
+    return [(e.logprobs.first_position, e.logprobs.logprobs) for e in events if isinstance(e, PromptEvent)]
+
+
+async def test_prompt_logprobs_come_before_the_first_token_and_need_no_decode_node() -> None:
+    stage = Stage([PlayedPrefill(scored=((-1.0, -2.0), (-3.0,)))], [])
+    async with _playing(stage) as orchestrator:
+        events, _ = await _run(orchestrator, max_tokens=1, prompt_logprobs=True)
+
+    assert _scored(events) == [(1, (-1.0, -2.0)), (3, (-3.0,))]
+    assert [type(event) for event in events] == [PlacedEvent, PromptEvent, PromptEvent, TokensEvent, EndEvent]
+
+
+async def test_a_retry_tells_no_prompt_position_twice() -> None:
+    first = PlayedPrefill(scored=((-1.0, -2.0), (-3.0,)), break_after_scored=True)
+    second = PlayedPrefill(scored=((-1.0,), (-2.0, -3.0, -4.0)))
+    stage = Stage([first, second], [PlayedDecode()])
+    async with _playing(stage) as orchestrator:
+        events, _ = await _run(orchestrator, prompt_logprobs=True)
+
+    assert _scored(events) == [(1, (-1.0, -2.0)), (3, (-3.0,)), (4, (-4.0,))]
+    assert _tokens(events) == ANSWER
+
+
+async def test_after_the_first_token_a_retry_asks_for_no_prompt_logprobs() -> None:
+    stage = Stage([PlayedPrefill(scored=((-1.0,),))], [PlayedDecode(die_after=3), PlayedDecode()])
+    async with _playing(stage) as orchestrator:
+        await _run(orchestrator, prompt_logprobs=True)
+
+    assert [call.sampling.prompt_logprobs for call in stage.prefill[0].calls] == [True, False]
 
 
 async def test_f4_a_refusing_prefill_node_is_tried_once_and_then_avoided() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.core.errors import InvalidRequestError
-from kvrelay.core.types import Epoch, Incarnation, SampledToken, Sampling, TokenLogprob
+from kvrelay.core.types import Epoch, Incarnation, PromptLogprobs, SampledToken, Sampling, TokenLogprob
 from kvrelay.proto import convert
 
 
@@ -38,6 +38,7 @@ def test_wrong_packing_is_refused() -> None:
         seed=st.integers(0, 2**64 - 1),
         stop_token_ids=st.lists(st.integers(0, 2**31), max_size=3).map(tuple),
         logprobs=st.none() | st.integers(0, 20),
+        prompt_logprobs=st.booleans(),
     )
 )
 def test_sampling_survives(sampling: Sampling) -> None:
@@ -50,4 +51,6 @@ def test_identities_and_tokens_survive() -> None:
 
     assert convert.epoch_from_pb(convert.epoch_to_pb(epoch)) == epoch
     assert convert.sampled_from_pb(convert.sampled_to_pb(token)) == token
+    scored = PromptLogprobs(1, (-0.5, -2.0))
+    assert convert.prompt_logprobs_from_pb(convert.prompt_logprobs_to_pb(scored)) == scored
     assert convert.sampled_from_pb(convert.sampled_to_pb(SampledToken(3))) == SampledToken(3)

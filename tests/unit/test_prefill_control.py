@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -101,6 +103,37 @@ def test_a_second_request_computes_only_what_is_not_cached() -> None:
 
     assert Opened("b#1", 128, 1.0) in events
     assert ring.chunks == [("b#1", Span(128, 140))]
+
+
+def test_a_request_for_prompt_logprobs_computes_what_is_cached_and_shares_what_it_computed() -> None:
+    ring = Ring()
+    ring.control.submit(a_job("a", 64), 0.0)
+    ring.run()
+    ring.chunks.clear()
+    asks = dataclasses.replace(a_job("b", 150), sampling=Sampling(max_tokens=8, prompt_logprobs=True))
+
+    ring.control.submit(asks, ring.now_s)
+    events = ring.run()
+
+    assert Opened("b#1", 0, 1.0) in events
+    assert ring.chunks[0] == ("b#1", Span(0, 64))
+    assert [name for one in events if isinstance(one, CacheChanged) for name in one.added] == list(
+        asks.block_hashes[2:]
+    )
+    account = ring.pages.account()
+    assert (account.cached, account.pinned) == (8, 0)
+
+
+def test_a_chunk_carries_the_token_behind_it() -> None:
+    ring = Ring()
+    ring.control.submit(a_job("a", 70), 0.0)
+
+    first = ring.control.plan(1.0).chunk
+    ring.control.applied([])
+    last = ring.control.plan(2.0).chunk
+
+    assert (first.HasField("next_id"), first.next_id) == (True, 64)
+    assert not last.HasField("next_id")
 
 
 def test_the_last_token_is_computed_even_when_the_whole_prompt_is_cached() -> None:

@@ -53,6 +53,7 @@ class Sampling:
     seed: int = 0  # minted by the router when the client gives none
     stop_token_ids: tuple[int, ...] = ()  # includes the model's eos unless ignore_eos
     logprobs: int | None = None  # None = none; n = chosen token and the n most likely
+    prompt_logprobs: bool = False  # of every prompt token but the first
 
 
 class FinishReason(Enum):
@@ -67,6 +68,24 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Natural-log probabilities, under the raw logits, of the prompt tokens from `first_position` on."""
+
+    first_position: int  # at least 1: nothing comes before the first token
+    logprobs: tuple[float, ...]
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one."""
+        return self.first_position + len(self.logprobs)
+
+    def since(self, position: int) -> PromptLogprobs:
+        """Return those at `position` and behind it; there may be none."""
+        first = max(position, self.first_position)
+        return PromptLogprobs(first, self.logprobs[first - self.first_position :])
 
 
 @dataclass(frozen=True, slots=True)

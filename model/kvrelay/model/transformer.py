@@ -20,6 +20,8 @@ from kvrelay.model.moe import FeedForward
 
 # A feed-forward layer widens its input many times over; longer inputs are taken in pieces.
 FEED_FORWARD_BLOCK_TOKENS = 4096
+# Logits of many tokens are computed this many at a time: 64 MiB in fp32.
+LOGITS_BLOCK_NUMBERS = 1 << 24
 
 
 class Layer:
@@ -98,6 +100,17 @@ class Model:
         """Return logits_TV, fp32, of the last layer's output."""
         normed_TD = F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self.final_norm_D, self.config.rms_norm_eps)
         return F.linear(normed_TD, self.head_VD).float()
+
+    def logprobs(self, hidden_TD: Tensor, next_ids_T: Tensor) -> Tensor:
+        """Return the natural-log probability, fp32 [T], of the token that follows each of T tokens.
+
+        Args:
+            hidden_TD: the last layer's output.
+            next_ids_T: int64, the tokens that follow, on the model's device.
+        """
+        rows = max(1, LOGITS_BLOCK_NUMBERS // self.head_VD.shape[0])
+        blocks = zip(torch.split(hidden_TD, rows), torch.split(next_ids_T, rows), strict=True)
+        return torch.cat([-F.cross_entropy(self.logits(hidden), ids, reduction="none") for hidden, ids in blocks])
 
     def layout(self, *, block_tokens: int, page_tokens: int = 64) -> PageLayout:
         """Return the byte map of this model's pages."""

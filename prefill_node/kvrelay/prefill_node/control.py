@@ -177,7 +177,7 @@ class RingControl:
         for key, record in list(self._records.items()):
             if record.phase is not Phase.QUEUED or self._waits_for_prefix(record, now_s):
                 continue
-            record.pages, evicted = self._pages.take(record.job.block_hashes, record.job.prompt_tokens)
+            record.pages, evicted = self._pages.take(record.job.usable_hashes, record.job.prompt_tokens)
             if evicted:
                 self._events.append(CacheChanged(removed=tuple(evicted)))
             if record.pages is None:
@@ -206,11 +206,12 @@ class RingControl:
             cached_tokens=cached_tokens,
             cached_pages=_owned_runs(record.pages, Span(0, record.sent_pages)),
             ticket=job.ticket,
+            prompt_logprobs=job.sampling.prompt_logprobs,
         )
 
     def _waits_for_prefix(self, record: _Record, now_s: float) -> bool:
         """True while another job computes the first block that this one would have to compute."""
-        hashes = record.job.block_hashes
+        hashes = record.job.usable_hashes
         if record.waits_for is None or record.waits_for not in self._computing:
             cached = self._pages.cached_blocks(hashes)
             missing = hashes[cached] if cached < len(hashes) else None
@@ -230,6 +231,7 @@ class RingControl:
             packed_ids=pack_ids(record.job.prompt_T[chunk.tokens.start : chunk.tokens.end]),
             new_pages=_owned_runs(record.pages, Span(known, record.sent_pages)),
             is_last=chunk.is_last,
+            next_id=None if chunk.is_last else int(record.job.prompt_T[chunk.tokens.end]),
         )
 
     def _commit(self, chunk: NextChunk) -> None:

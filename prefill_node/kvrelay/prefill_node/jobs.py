@@ -29,6 +29,11 @@ class Job:
     ticket: handoff_pb2.Ticket | None = None
 
     @property
+    def usable_hashes(self) -> tuple[bytes, ...]:
+        """Blocks that may come from the cache; it has no logits, so none when those of the prompt are wanted."""
+        return () if self.sampling.prompt_logprobs else self.block_hashes
+
+    @property
     def key(self) -> str:
         return job_key(self.request)
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import RequestCancelledError, ServeError, TransferError
-from kvrelay.core.types import Counters, FinishReason, SampledToken
+from kvrelay.core.types import Counters, FinishReason, PromptLogprobs, SampledToken
 from kvrelay.model.sampler import SamplerState, sample
 from kvrelay.prefill_node import jobs
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.group import RingGroup
 from kvrelay.prefill_node.jobs import Job
+from kvrelay.prefill_node.prompt_logprobs import join
 from kvrelay.prefill_node.rank import RankWorker, StepResult
 from kvrelay.proto.v1 import ring_pb2
 
@@ -55,7 +56,7 @@ class Failed:
     error: ServeError
 
 
-JobEvent = Started | Progress | FirstToken | Done | Failed
+JobEvent = Started | Progress | PromptLogprobs | FirstToken | Done | Failed
 Sink = Callable[[JobEvent], object]
 CacheListener = Callable[[jobs.CacheChanged], object]
 
@@ -159,12 +160,18 @@ class Leader:
         key = step.chunk.request_id
         result = self._worker.run(step, lambda: key in self._cancelled)
         self._counters.add("steps")
-        if result.logits_V is not None:
-            # Before the other reports are in: every rank leaves a chunk at the same layer, so it is complete.
+        # Before the other reports are in: every rank leaves a chunk at the same layer, so it is complete. But the
+        # client is told of its prompt first when it asked for that.
+        is_scored = key in self._jobs and self._jobs[key].sampling.prompt_logprobs
+        if not is_scored:
             self._choose_first_token(key, result)
         reports = [result.report]
         if self._group is not None:
             reports += [ring_pb2.RankReport.FromString(message) for message in self._group.gather()]
+        if is_scored:
+            if (scored := join(reports)) is not None:
+                self._tell(key, scored)
+            self._choose_first_token(key, result)
         self.rank_counters = [dict(report.counters) for report in reports]
         self._relay_pending = any(report.counters["relay_pending"] for report in reports)
         self._deliver(self._control.applied(reports))
@@ -176,8 +183,10 @@ class Leader:
             self._finish(settled, Done(self._relayed_bytes(settled)), abort=False)
 
     def _choose_first_token(self, key: str, result: StepResult) -> None:
+        """Sample when the prompt's last chunk was computed."""
+        if result.logits_V is None:
+            return
         job = self._jobs[key]
-        assert result.logits_V is not None, "only called with logits"
         state = SamplerState(job.sampling, job.prompt_T, job.num_sent_tokens)
         (chosen,) = sample(result.logits_V[None], [state], [job.prompt_tokens])
         if isinstance(chosen, ServeError):

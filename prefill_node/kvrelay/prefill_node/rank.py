@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from kvrelay.core.shard import Span
-from kvrelay.core.types import Counters
+from kvrelay.core.types import Counters, PromptLogprobs
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.transformer import Model
 from kvrelay.prefill_node.chunk_plan import ChunkPlan, ChunkPlanner
 from kvrelay.prefill_node.group import Header
 from kvrelay.prefill_node.jobs import job_key
+from kvrelay.prefill_node.prompt_logprobs import score
 from kvrelay.prefill_node.relay import PartWriter, Relay
 from kvrelay.prefill_node.ring import Ring
 from kvrelay.prefill_node.ring_plan import PageTable
-from kvrelay.proto.convert import span_from_pb, unpack_ids
+from kvrelay.proto.convert import prompt_logprobs_to_pb, span_from_pb, unpack_ids
 from kvrelay.proto.v1 import ring_pb2
 
 
@@ -54,12 +55,22 @@ class StepResult:
     logits_V: Tensor | None = None  # after the last token of a prompt; rank 0 only
 
 
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """What came of one chunk on this rank."""
+
+    stopped: bool = False
+    logits_V: Tensor | None = None
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+
+
 @dataclass(slots=True)
 class _Request:
     key: str
     prompt_tokens: int
     cached_tokens: int
     table: PageTable
+    wants_logprobs: bool = False
     writer: Writer | None = None
     relay: Relay | None = None
     failure_told: bool = False
@@ -101,15 +112,15 @@ class RankWorker:
         """Do one step. `should_stop` is asked once per layer, and heeded on rank 0 only."""
         for opened in step.opens:
             self._open(opened)
-        logits_V, stopped = None, False
+        ran = _Ran()
         if step.HasField("chunk"):
-            logits_V, stopped = self._run_chunk(step.step_id, step.chunk, should_stop)
+            ran = self._run_chunk(step.step_id, step.chunk, should_stop)
         for key in step.closes:
             self._close(key, abort=key in step.aborts)
         for request in self._requests.values():
             if request.relay is not None:
                 request.relay.pump()
-        return StepResult(self._report(step.step_id, stopped=stopped), logits_V)
+        return StepResult(self._report(step.step_id, ran), ran.logits_V)
 
     def relay_of(self, key: str) -> Relay | None:
         """Return the relay of a request that is open here, so that rank 0 can seal it with the first token."""
@@ -135,7 +146,7 @@ class RankWorker:
         table = PageTable(prompt_tokens=opened.prompt_tokens, page_tokens=self._pool.layout.page_tokens)
         _fill(table, opened.cached_pages)
         key = job_key(opened.request)
-        request = _Request(key, opened.prompt_tokens, opened.cached_tokens, table)
+        request = _Request(key, opened.prompt_tokens, opened.cached_tokens, table, opened.prompt_logprobs)
         if opened.HasField("ticket"):
             request.writer = self._open_writer(opened)
             request.relay = Relay(
@@ -148,26 +159,28 @@ class RankWorker:
             request.relay.queue_cached(opened.cached_tokens)
         self._requests[key] = request
 
-    def _run_chunk(
-        self, step_id: int, chunk: ring_pb2.RingChunk, should_stop: Callable[[], bool]
-    ) -> tuple[Tensor | None, bool]:
-        """Compute one chunk; returns (logits after the prompt's last token on rank 0, whether it was stopped)."""
+    def _run_chunk(self, step_id: int, chunk: ring_pb2.RingChunk, should_stop: Callable[[], bool]) -> _Ran:
+        """Compute one chunk; the logits after the prompt's last token come from rank 0."""
         request = self._requests[chunk.request_id]
         tokens = span_from_pb(chunk.tokens)
         _fill(request.table, chunk.new_pages)
         plan = self._planner.plan(request.table, tokens)
-        hidden_TD = self._compute(step_id, request, tokens, plan, unpack_ids(chunk.packed_ids), should_stop)
+        ids = unpack_ids(chunk.packed_ids)
+        hidden_TD = self._compute(step_id, request, tokens, plan, ids, should_stop)
         if hidden_TD is None:
-            return None, True
+            return _Ran(stopped=True)
         self._counters.add("chunks")
         self._counters.add("prefill_tokens_executed", len(plan.positions_T))
-        if not chunk.is_last:
-            return None, False
-        if self._ring.rank == 0:  # owns the last token; seals once the first token is chosen
-            return self._model.logits(hidden_TD[-1:])[0], False
-        if request.relay is not None:
+        scored: list[PromptLogprobs] = []
+        if request.wants_logprobs:
+            known = np.append(ids, np.int32(chunk.next_id)) if chunk.HasField("next_id") else ids
+            scored = score(self._model, hidden_TD, plan.positions_T, known, first_position=tokens.start)
+        logits_V = None
+        if chunk.is_last and self._ring.rank == 0:  # owns the last token; seals once the first token is chosen
+            logits_V = self._model.logits(hidden_TD[-1:])[0]
+        elif chunk.is_last and request.relay is not None:
             request.relay.seal(first_token=None, cached_tokens=0)
-        return None, False
+        return _Ran(logits_V=logits_V, prompt_logprobs=scored)
 
     def _compute(
         self,
@@ -245,8 +258,13 @@ class RankWorker:
         if abort and request.writer is not None:
             request.writer.abort("the prefill node ended this request")
 
-    def _report(self, step_id: int, *, stopped: bool) -> ring_pb2.RankReport:
-        report = ring_pb2.RankReport(step_id=step_id, rank=self._ring.rank, stopped=stopped)
+    def _report(self, step_id: int, ran: _Ran) -> ring_pb2.RankReport:
+        report = ring_pb2.RankReport(
+            step_id=step_id,
+            rank=self._ring.rank,
+            stopped=ran.stopped,
+            prompt_logprobs=map(prompt_logprobs_to_pb, ran.prompt_logprobs),
+        )
         for request in list(self._requests.values()):
             failure = None if request.writer is None else request.writer.failure
             if failure is not None and not request.failure_told:

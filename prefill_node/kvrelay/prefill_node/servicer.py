@@ -22,7 +22,7 @@ from kvrelay.core.errors import (
 )
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.layout import PageLayout
-from kvrelay.core.types import Counters, Incarnation
+from kvrelay.core.types import Counters, Incarnation, PromptLogprobs
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.jobs import Job, job_key
 from kvrelay.prefill_node.leader import Done, Failed, FirstToken, JobEvent, Leader, Progress, Started
@@ -31,6 +31,7 @@ from kvrelay.prefill_node.stats import node_stats
 from kvrelay.proto.convert import (
     finish_to_pb,
     incarnation_from_pb,
+    prompt_logprobs_to_pb,
     sampled_to_pb,
     sampling_from_pb,
     unpack_ids,
@@ -253,6 +254,8 @@ def _event_to_pb(event: JobEvent, received_s: float) -> prefill_pb2.PrefillEvent
         case Progress():
             progress = prefill_pb2.PrefillProgress(prefilled_tokens=event.prefilled_tokens)
             return prefill_pb2.PrefillEvent(progress=progress)
+        case PromptLogprobs():
+            return prefill_pb2.PrefillEvent(prompt_logprobs=prompt_logprobs_to_pb(event))
         case FirstToken():
             first = prefill_pb2.FirstToken(
                 token=sampled_to_pb(event.token),

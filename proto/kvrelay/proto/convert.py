@@ -14,6 +14,7 @@ from kvrelay.core.types import (
     FinishReason,
     Incarnation,
     PageRun,
+    PromptLogprobs,
     SampledToken,
     Sampling,
     TokenLogprob,
@@ -76,6 +77,7 @@ def sampling_from_pb(message: common_pb2.Sampling) -> Sampling:
         seed=message.seed,
         stop_token_ids=tuple(message.stop_token_ids),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs,
     )
 
 
@@ -92,6 +94,7 @@ def sampling_to_pb(value: Sampling) -> common_pb2.Sampling:
         seed=value.seed,
         stop_token_ids=value.stop_token_ids,
         logprobs=value.logprobs,
+        prompt_logprobs=value.prompt_logprobs,
     )
 
 
@@ -103,6 +106,14 @@ def logprob_from_pb(message: common_pb2.TokenLogprob) -> TokenLogprob:
 def logprob_to_pb(value: TokenLogprob) -> common_pb2.TokenLogprob:
     top = [common_pb2.TopLogprob(token_id=token, logprob=logprob) for token, logprob in value.top]
     return common_pb2.TokenLogprob(token_id=value.token_id, logprob=value.logprob, top=top)
+
+
+def prompt_logprobs_from_pb(message: common_pb2.PromptLogprobs) -> PromptLogprobs:
+    return PromptLogprobs(message.first_position, tuple(message.logprobs))
+
+
+def prompt_logprobs_to_pb(value: PromptLogprobs) -> common_pb2.PromptLogprobs:
+    return common_pb2.PromptLogprobs(first_position=value.first_position, logprobs=value.logprobs)
 
 
 def sampled_from_pb(message: common_pb2.SampledToken) -> SampledToken:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvrelay.core.clock import Deadline
 from kvrelay.core.errors import ServeError, Status, UnavailableError
-from kvrelay.core.types import FinishReason, Incarnation, SampledToken, Sampling, Usage
+from kvrelay.core.types import FinishReason, Incarnation, PromptLogprobs, SampledToken, Sampling, Usage
 from kvrelay.proto import convert
 from kvrelay.proto.v1 import common_pb2, decode_pb2, prefill_pb2
 from kvrelay.router.attempt import Attempt, Shared, Work
@@ -52,6 +52,13 @@ class ProgressEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptEvent:
+    """Log-probabilities of prompt tokens; each position once, in order, all before the first token."""
+
+    logprobs: PromptLogprobs
+
+
+@dataclass(frozen=True, slots=True)
 class TokensEvent:
     tokens: tuple[SampledToken, ...]
 
@@ -61,7 +68,7 @@ class EndEvent:
     reason: FinishReason
 
 
-Event = PlacedEvent | ProgressEvent | TokensEvent | EndEvent
+Event = PlacedEvent | ProgressEvent | PromptEvent | TokensEvent | EndEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,7 @@ class Run:
         self._timer = timer
         self._deadline = deadline
         self._sent: list[int] = []
+        self._scored_to = 1  # the client has the log-probabilities of the prompt tokens before this position
         self._admitted = False  # the client has its PlacedEvent
         self._cached_tokens = 0
         self._resident_tokens = 0
@@ -142,7 +150,8 @@ class Run:
     async def _attempt(
         self, number: int, avoid: frozenset[Incarnation], failure: LegFailedError | None
     ) -> AsyncGenerator[Event]:
-        max_tokens = self._job.sampling.max_tokens - len(self._sent)
+        sampling = self._job.sampling
+        max_tokens = sampling.max_tokens - len(self._sent)
         prompt = np.concatenate([self._job.token_ids, np.asarray(self._sent, dtype=np.int32)])
         try:
             placed = await self._placer.place(
@@ -155,7 +164,7 @@ class Run:
         work = Work(
             common_pb2.RequestRef(request_id=self._job.request_id, attempt=number),
             prompt,
-            replace(self._job.sampling, max_tokens=max_tokens),
+            replace(sampling, max_tokens=max_tokens, prompt_logprobs=sampling.prompt_logprobs and not self._sent),
             len(self._sent),
         )
         attempt = Attempt(self._shared, placed, work, self._deadline)
@@ -200,6 +209,11 @@ class Run:
         elif kind == "progress":
             merge.prefilled_tokens = message.progress.prefilled_tokens
             yield ProgressEvent(merge.prefilled_tokens)
+        elif kind == "prompt_logprobs":
+            scored = convert.prompt_logprobs_from_pb(message.prompt_logprobs).since(self._scored_to)
+            if scored.logprobs:  # else an earlier attempt came as far
+                self._scored_to = scored.end
+                yield PromptEvent(scored)
         elif kind == "first_token":
             if not self._sent:
                 self._timer.prefill_ms = message.first_token.prefill_ms

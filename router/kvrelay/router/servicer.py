@@ -20,7 +20,16 @@ from kvrelay.proto.v1 import inference_pb2 as pb
 from kvrelay.proto.v1 import inference_pb2_grpc
 from kvrelay.router.fleet import FleetView
 from kvrelay.router.model_files import ModelFiles
-from kvrelay.router.orchestrate import EndEvent, Job, Orchestrator, PlacedEvent, ProgressEvent, Run, TokensEvent
+from kvrelay.router.orchestrate import (
+    EndEvent,
+    Job,
+    Orchestrator,
+    PlacedEvent,
+    ProgressEvent,
+    PromptEvent,
+    Run,
+    TokensEvent,
+)
 from kvrelay.router.output import Output
 from kvrelay.router.placement import longest_served, missing_for_service
 from kvrelay.router.placer import IndexPlacer
@@ -129,6 +138,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 elif isinstance(event, ProgressEvent):
                     if not stream.output.token_ids:  # else a retry goes on behind tokens that the client has
                         await stream.progress(event.prefilled_tokens)
+                elif isinstance(event, PromptEvent):
+                    await stream.prompt_logprobs(event.logprobs)
                 elif isinstance(event, TokensEvent):
                     assert run.placed is not None, "tokens come from nodes"
                     self._placer.computed(run.placed)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 
 from kvrelay.core.clock import Clock, monotonic
-from kvrelay.core.types import FinishReason, Usage
+from kvrelay.core.types import FinishReason, PromptLogprobs, Usage
 from kvrelay.index.reader import Confidence
 from kvrelay.proto import convert
 from kvrelay.proto.v1 import inference_pb2 as pb
@@ -56,6 +56,9 @@ class ClientStream:
             eta_ms=self._eta_ms(prefilled_tokens),
         )
         await self.send(pb.GenerateEvent(progress=event))
+
+    async def prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        await self.send(pb.GenerateEvent(prompt_logprobs=convert.prompt_logprobs_to_pb(logprobs)))
 
     async def tokens(self, piece: Piece) -> None:
         """Send what may leave; nothing when there is nothing."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvrelay/proto/v1/common.proto\x12\nkvrelay.v1\"-\n\x0bIncarnation\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08start_id\x18\x02 \x01(\x04\"A\n\x05\x45poch\x12\'\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x0f\n\x07\x63ounter\x18\x02 \x01(\x04\"1\n\nRequestRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xde\x02\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05min_p\x18\x05 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x02\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x14\n\x0cstop_strings\x18\x0b \x03(\t\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x15\n\x08logprobs\x18\r \x01(\rH\x03\x88\x01\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobs\"V\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.kvrelay.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"K\n\x0cSampledToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12)\n\x07logprob\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.TokenLogprob\"\xb6\x03\n\tNodeStats\x12%\n\x04node\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x13\n\x0btotal_pages\x18\x02 \x01(\x04\x12\x12\n\nfree_pages\x18\x03 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x04 \x01(\x04\x12\x14\n\x0cpinned_pages\x18\x05 \x01(\x04\x12\x19\n\x11quarantined_pages\x18\x06 \x01(\x04\x12\x35\n\x08sessions\x18\x07 \x03(\x0b\x32#.kvrelay.v1.NodeStats.SessionsEntry\x12\x17\n\x0f\x61\x63tive_requests\x18\x08 \x01(\x04\x12\x17\n\x0fqueued_requests\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12\x35\n\x08\x63ounters\x18\x0b \x03(\x0b\x32#.kvrelay.v1.NodeStats.CountersEntry\x1a/\n\rSessionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x0e\n\x0cStatsRequest\"\x0e\n\x0c\x44rainRequest\"%\n\nDrainReply\x12\x17\n\x0f\x61\x63tive_requests\x18\x01 \x01(\x04\"L\n\x0cRenewRequest\x12\'\n\x06holder\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\";\n\nRenewReply\x12\x1b\n\x13unknown_request_ids\x18\x01 \x03(\t\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"G\n\x0c\x41\x62ortRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.RequestRef\x12\x0e\n\x06reason\x18\x02 \x01(\t\" \n\nAbortReply\x12\x12\n\nwas_active\x18\x01 \x01(\x08*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvrelay/proto/v1/common.proto\x12\nkvrelay.v1\"-\n\x0bIncarnation\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08start_id\x18\x02 \x01(\x04\"A\n\x05\x45poch\x12\'\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x0f\n\x07\x63ounter\x18\x02 \x01(\x04\"1\n\nRequestRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xf7\x02\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05min_p\x18\x05 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x02\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x14\n\x0cstop_strings\x18\x0b \x03(\t\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x15\n\x08logprobs\x18\r \x01(\rH\x03\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\x0e \x01(\x08\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobs\"V\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.kvrelay.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\":\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"K\n\x0cSampledToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12)\n\x07logprob\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.TokenLogprob\"\xb6\x03\n\tNodeStats\x12%\n\x04node\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x13\n\x0btotal_pages\x18\x02 \x01(\x04\x12\x12\n\nfree_pages\x18\x03 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x04 \x01(\x04\x12\x14\n\x0cpinned_pages\x18\x05 \x01(\x04\x12\x19\n\x11quarantined_pages\x18\x06 \x01(\x04\x12\x35\n\x08sessions\x18\x07 \x03(\x0b\x32#.kvrelay.v1.NodeStats.SessionsEntry\x12\x17\n\x0f\x61\x63tive_requests\x18\x08 \x01(\x04\x12\x17\n\x0fqueued_requests\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12\x35\n\x08\x63ounters\x18\x0b \x03(\x0b\x32#.kvrelay.v1.NodeStats.CountersEntry\x1a/\n\rSessionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x0e\n\x0cStatsRequest\"\x0e\n\x0c\x44rainRequest\"%\n\nDrainReply\x12\x17\n\x0f\x61\x63tive_requests\x18\x01 \x01(\x04\"L\n\x0cRenewRequest\x12\'\n\x06holder\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\";\n\nRenewReply\x12\x1b\n\x13unknown_request_ids\x18\x01 \x03(\t\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"G\n\x0c\x41\x62ortRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.RequestRef\x12\x0e\n\x06reason\x18\x02 \x01(\t\" \n\nAbortReply\x12\x12\n\nwas_active\x18\x01 \x01(\x08*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODESTATS_SESSIONSENTRY']._serialized_options = b'8\001'
   _globals['_NODESTATS_COUNTERSENTRY']._loaded_options = None
   _globals['_NODESTATS_COUNTERSENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1535
-  _globals['_FINISHREASON']._serialized_end=1630
+  _globals['_FINISHREASON']._serialized_start=1620
+  _globals['_FINISHREASON']._serialized_end=1715
   _globals['_INCARNATION']._serialized_start=45
   _globals['_INCARNATION']._serialized_end=90
   _globals['_EPOCH']._serialized_start=92
@@ -44,31 +44,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REQUESTREF']._serialized_start=159
   _globals['_REQUESTREF']._serialized_end=208
   _globals['_SAMPLING']._serialized_start=211
-  _globals['_SAMPLING']._serialized_end=561
-  _globals['_TOKENLOGPROB']._serialized_start=563
-  _globals['_TOKENLOGPROB']._serialized_end=649
-  _globals['_TOPLOGPROB']._serialized_start=651
-  _globals['_TOPLOGPROB']._serialized_end=698
-  _globals['_SAMPLEDTOKEN']._serialized_start=700
-  _globals['_SAMPLEDTOKEN']._serialized_end=775
-  _globals['_NODESTATS']._serialized_start=778
-  _globals['_NODESTATS']._serialized_end=1216
-  _globals['_NODESTATS_SESSIONSENTRY']._serialized_start=1120
-  _globals['_NODESTATS_SESSIONSENTRY']._serialized_end=1167
-  _globals['_NODESTATS_COUNTERSENTRY']._serialized_start=1169
-  _globals['_NODESTATS_COUNTERSENTRY']._serialized_end=1216
-  _globals['_STATSREQUEST']._serialized_start=1218
-  _globals['_STATSREQUEST']._serialized_end=1232
-  _globals['_DRAINREQUEST']._serialized_start=1234
-  _globals['_DRAINREQUEST']._serialized_end=1248
-  _globals['_DRAINREPLY']._serialized_start=1250
-  _globals['_DRAINREPLY']._serialized_end=1287
-  _globals['_RENEWREQUEST']._serialized_start=1289
-  _globals['_RENEWREQUEST']._serialized_end=1365
-  _globals['_RENEWREPLY']._serialized_start=1367
-  _globals['_RENEWREPLY']._serialized_end=1426
-  _globals['_ABORTREQUEST']._serialized_start=1428
-  _globals['_ABORTREQUEST']._serialized_end=1499
-  _globals['_ABORTREPLY']._serialized_start=1501
-  _globals['_ABORTREPLY']._serialized_end=1533
+  _globals['_SAMPLING']._serialized_end=586
+  _globals['_TOKENLOGPROB']._serialized_start=588
+  _globals['_TOKENLOGPROB']._serialized_end=674
+  _globals['_TOPLOGPROB']._serialized_start=676
+  _globals['_TOPLOGPROB']._serialized_end=723
+  _globals['_PROMPTLOGPROBS']._serialized_start=725
+  _globals['_PROMPTLOGPROBS']._serialized_end=783
+  _globals['_SAMPLEDTOKEN']._serialized_start=785
+  _globals['_SAMPLEDTOKEN']._serialized_end=860
+  _globals['_NODESTATS']._serialized_start=863
+  _globals['_NODESTATS']._serialized_end=1301
+  _globals['_NODESTATS_SESSIONSENTRY']._serialized_start=1205
+  _globals['_NODESTATS_SESSIONSENTRY']._serialized_end=1252
+  _globals['_NODESTATS_COUNTERSENTRY']._serialized_start=1254
+  _globals['_NODESTATS_COUNTERSENTRY']._serialized_end=1301
+  _globals['_STATSREQUEST']._serialized_start=1303
+  _globals['_STATSREQUEST']._serialized_end=1317
+  _globals['_DRAINREQUEST']._serialized_start=1319
+  _globals['_DRAINREQUEST']._serialized_end=1333
+  _globals['_DRAINREPLY']._serialized_start=1335
+  _globals['_DRAINREPLY']._serialized_end=1372
+  _globals['_RENEWREQUEST']._serialized_start=1374
+  _globals['_RENEWREQUEST']._serialized_end=1450
+  _globals['_RENEWREPLY']._serialized_start=1452
+  _globals['_RENEWREPLY']._serialized_end=1511
+  _globals['_ABORTREQUEST']._serialized_start=1513
+  _globals['_ABORTREQUEST']._serialized_end=1584
+  _globals['_ABORTREPLY']._serialized_start=1586
+  _globals['_ABORTREPLY']._serialized_end=1618
 # @@protoc_insertion_point(module_scope)

@@ -84,6 +84,7 @@ class PrefillEvent(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___PrefillStarted:
         """Work began: sent when the first chunk is planned."""
@@ -98,6 +99,10 @@ class PrefillEvent(_message.Message):
     def done(self) -> Global___PrefillDone:
         """All that this node had to do is done (or nothing was to be handed over)."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
+        """When asked for: after each chunk, in order, all before the first token."""
+
     def __init__(
         self,
         *,
@@ -105,12 +110,13 @@ class PrefillEvent(_message.Message):
         progress: Global___PrefillProgress | None = ...,
         first_token: Global___FirstToken | None = ...,
         done: Global___PrefillDone | None = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "event", b"event", "first_token", b"first_token", "progress", b"progress", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "event", b"event", "first_token", b"first_token", "progress", b"progress", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "event", b"event", "first_token", b"first_token", "progress", b"progress", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "event", b"event", "first_token", b"first_token", "progress", b"progress", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "progress", "first_token", "done"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "progress", "first_token", "done", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -65,9 +65,12 @@ class RingOpen(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_PAGES_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Tokens whose latents come from the cache."""
+    prompt_logprobs: _builtins.bool
+    """Every rank reports the log-probabilities of the tokens that follow its own."""
     @_builtins.property
     def request(self) -> _common_pb2.RequestRef: ...
     @_builtins.property
@@ -86,10 +89,11 @@ class RingOpen(_message.Message):
         cached_tokens: _builtins.int = ...,
         cached_pages: _abc.Iterable[Global___OwnedRun] | None = ...,
         ticket: _handoff_pb2.Ticket | None = ...,
+        prompt_logprobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "prompt_tokens", b"prompt_tokens", "request", b"request", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request", b"request", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -106,10 +110,13 @@ class RingChunk(_message.Message):
     PACKED_IDS_FIELD_NUMBER: _builtins.int
     NEW_PAGES_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
+    NEXT_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     packed_ids: _builtins.bytes
     """The chunk's token ids, little-endian uint32."""
     is_last: _builtins.bool
+    next_id: _builtins.int
+    """The token behind the chunk; unset in the last chunk."""
     @_builtins.property
     def tokens(self) -> _handoff_pb2.TokenRange: ...
     @_builtins.property
@@ -124,12 +131,15 @@ class RingChunk(_message.Message):
         packed_ids: _builtins.bytes = ...,
         new_pages: _abc.Iterable[Global___OwnedRun] | None = ...,
         is_last: _builtins.bool = ...,
+        next_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_id", b"_next_id", "next_id", b"next_id", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_last", b"is_last", "new_pages", b"new_pages", "packed_ids", b"packed_ids", "request_id", b"request_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_id", b"_next_id", "is_last", b"is_last", "new_pages", b"new_pages", "next_id", b"next_id", "packed_ids", b"packed_ids", "request_id", b"request_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__next_id: _TypeAlias = _typing.Literal["next_id"]  # noqa: Y015
+    _WhichOneofArgType__next_id: _TypeAlias = _typing.Literal["_next_id", b"_next_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_id) -> _WhichOneofReturnType__next_id | None: ...
 
 Global___RingChunk: _TypeAlias = RingChunk  # noqa: Y015
 
@@ -228,6 +238,7 @@ class RankReport(_message.Message):
     DRAINED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     rank: _builtins.int
     stopped: _builtins.bool
@@ -244,6 +255,12 @@ class RankReport(_message.Message):
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Counters of this rank since start."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PromptLogprobs]:
+        """Of the chunk in this step, when its request asked for them: one message per span of positions that this rank
+        computed. A rank that holds position p reports the token at p + 1.
+        """
+
     def __init__(
         self,
         *,
@@ -253,10 +270,11 @@ class RankReport(_message.Message):
         drained: _abc.Iterable[_builtins.str] | None = ...,
         failed: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.PromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "drained", b"drained", "failed", b"failed", "rank", b"rank", "step_id", b"step_id", "stopped", b"stopped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "drained", b"drained", "failed", b"failed", "prompt_logprobs", b"prompt_logprobs", "rank", b"rank", "step_id", b"step_id", "stopped", b"stopped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
