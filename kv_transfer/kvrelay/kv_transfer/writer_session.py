@@ -42,7 +42,7 @@ class WriterSession:
             StaleMessageError: the event is illegal in this state; nothing has changed.
         """
         legal = WRITER_TRANSITIONS[self.state].get(type(event))
-        if legal is None or (self._sealed is not None and isinstance(event, wt.AddPart | wt.Seal) and self._is_live):
+        if legal is None or (self._is_live and self._contradicts(event)):
             raise StaleMessageError(f"{self._name}: {type(event).__name__} is not legal when {self.state.value}")
         actions = self._apply(event, now_s)
         assert self.state in legal, f"{type(event).__name__} led to {self.state.value}, not one of {legal}"
@@ -51,6 +51,12 @@ class WriterSession:
     @property
     def _is_live(self) -> bool:
         return self.state in _LIVE
+
+    def _contradicts(self, event: WriterEvent) -> bool:
+        """Return whether an event cannot follow what has come before: work after the seal, an end of no write."""
+        if isinstance(event, wt.AddPart | wt.Seal):
+            return self._sealed is not None
+        return isinstance(event, wt.WriteFailed) and (self.num_posted == 0 or self._drained)
 
     def _apply(self, event: WriterEvent, now_s: float) -> list[WriterAction]:  # noqa: PLR0911 (one line per event)
         match event:
