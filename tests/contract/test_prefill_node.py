@@ -3,72 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import secrets
-import signal
-import time
 from collections.abc import AsyncIterator, Iterator
-from functools import cache
-from typing import Any
 
 import grpc
 import numpy as np
-import numpy.typing as npt
-import psutil
 import pytest
 import pytest_asyncio
 from grpc import aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from contract.prefill_process import (
     Client,
     DecodePeer,
     NodeProcess,
     decode_peer,
-    nodes_of,
     prefill_node,
     silent_decode_node,
 )
-from contract.ring_ranks import Case, alone
+from contract.prefill_requests import (
+    CHUNK,
+    MODEL,
+    a_ref,
+    events_of,
+    kinds,
+    latents_of,
+    recorded,
+    request_of,
+    some_prompt,
+    status_of,
+)
 from kvrelay.core import prefix_hash
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.index.reader import Holding, PrefixReader
 from kvrelay.index.server import EmbeddedServer
-from kvrelay.kv_transfer.values import Request
-from kvrelay.proto.v1 import common_pb2, prefill_pb2
+from kvrelay.proto.v1 import common_pb2
 from oracle_data import FOLDER
-
-MODEL = "v3_noaux"
-CHUNK = 128
-
-
-@cache
-def recorded() -> dict[str, npt.NDArray[Any]]:
-    path = FOLDER / MODEL / "oracle.npz"
-    if not path.exists():
-        pytest.skip(f"recorded reference {MODEL} is not on this machine")
-    with np.load(path) as arrays:
-        return dict(arrays)
-
-
-def a_ref() -> common_pb2.RequestRef:
-    return common_pb2.RequestRef(request_id=secrets.token_hex(6), attempt=1)
-
-
-def request_of(ref: common_pb2.RequestRef) -> Request:
-    return Request(ref.request_id, ref.attempt)
-
-
-def some_prompt(num_tokens: int) -> list[int]:
-    return [secrets.randbelow(250) for _ in range(num_tokens)]
-
-
-def latents_of(prompt: list[int]) -> npt.NDArray[np.float32]:
-    """Return [layers, tokens, W], computed by one rank in this process."""
-    rows = alone(Case(FOLDER / MODEL, tuple(prompt), 4096)).rows
-    layers = 1 + max(layer for layer, _ in rows)
-    return np.stack([[rows[layer, one] for one in range(len(prompt))] for layer in range(layers)])
 
 
 @pytest.fixture(scope="module")
@@ -98,20 +67,6 @@ async def client(node: NodeProcess) -> AsyncIterator[Client]:
 async def peer() -> AsyncIterator[DecodePeer]:
     async with decode_peer(FOLDER / MODEL) as started:
         yield started
-
-
-async def events_of(call: Any) -> list[prefill_pb2.PrefillEvent]:
-    return [event async for event in call]
-
-
-def kinds(events: list[prefill_pb2.PrefillEvent]) -> list[str | None]:
-    return [event.WhichOneof("event") for event in events]
-
-
-async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(aio.AioRpcError) as caught:
-        await events_of(call)
-    return caught.value.code(), caught.value.details() or ""
 
 
 async def test_everything_lands_and_the_first_token_is_the_reference(client: Client, peer: DecodePeer) -> None:
@@ -315,69 +270,3 @@ async def test_after_many_requests_ended_at_random_points_nothing_is_held(client
             peer.hub.released(peer.admitted.get_nowait().epoch)
 
     await peer.all_pages_free()
-
-
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-async def test_a_ring_that_loses_a_rank_leaves_as_a_whole(index: EmbeddedServer, how: str) -> None:
-    options = ("--group-timeout-s", "3")
-    with prefill_node(FOLDER / MODEL, *options, ring_size=3, index_url=index.url, name=f"ring-{how}") as started:
-        ranks = psutil.Process(started.process.pid).children()
-        assert len(ranks) == 2
-        victim = ranks[1]
-        try:
-            os.kill(victim.pid, getattr(signal, how))
-            begun = time.monotonic()
-            status = await asyncio.to_thread(started.process.wait, 15)
-            assert status != 0
-            assert time.monotonic() - begun < 3 + 3
-        finally:
-            if victim.is_running():
-                victim.kill()
-        _, alive = psutil.wait_procs(ranks, timeout=3)
-        assert alive == []
-
-
-@pytest.mark.full
-async def test_a_node_whose_step_does_not_move_is_not_serving_until_it_does(index: EmbeddedServer) -> None:
-    options = ("--group-timeout-s", "40", "--lease-s", "60")
-    with prefill_node(FOLDER / MODEL, *options, ring_size=2, index_url=index.url, name="stalls") as started:
-        client = Client(started)
-        health = health_pb2_grpc.HealthStub(aio.insecure_channel(started.endpoint))
-
-        async def becomes(status: int, *, within_s: float) -> None:
-            async with asyncio.timeout(within_s):
-                while (await health.Check(health_pb2.HealthCheckRequest())).status != status:  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)
-
-        (rank,) = psutil.Process(started.process.pid).children()
-        rank.suspend()
-        call = asyncio.create_task(events_of(client.prefill(a_ref(), some_prompt(300))))
-        await becomes(health_pb2.HealthCheckResponse.NOT_SERVING, within_s=15)
-
-        rank.resume()
-
-        await becomes(health_pb2.HealthCheckResponse.SERVING, within_s=5)
-        assert kinds(await call)[-1] == "done"
-        await client.close()
-
-
-async def test_a_drained_node_finishes_its_work_and_exits_with_status_0(index: EmbeddedServer) -> None:
-    with prefill_node(
-        FOLDER / MODEL, "--chunk-tokens", "32", ring_size=2, index_url=index.url, name="leaves"
-    ) as started:
-        client = Client(started)
-        call = client.prefill(a_ref(), recorded()["prompt_1500"].tolist())
-        stream = aiter(call)
-        await anext(stream)
-
-        started.process.terminate()
-        await asyncio.sleep(0.2)
-        late = client.prefill(a_ref(), some_prompt(10))
-        code, _ = await status_of(late)
-        events = [event async for event in stream]
-
-        assert code is grpc.StatusCode.UNAVAILABLE
-        assert events[-2].first_token.token.token_id == recorded()["greedy_1500"][0]
-        assert await asyncio.to_thread(started.process.wait, 15) == 0
-        await client.close()
-    assert [one.node.name for one in await asyncio.to_thread(nodes_of, index.url) if one.node.name == "leaves"] == []

@@ -1,0 +1,106 @@
+"""A prefill node as a process: what happens when one of its ranks, its step or its supervisor ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import grpc
+import psutil
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from contract.prefill_process import (
+    Client,
+    nodes_of,
+    prefill_node,
+)
+from contract.prefill_requests import (
+    MODEL,
+    a_ref,
+    events_of,
+    kinds,
+    recorded,
+    some_prompt,
+    status_of,
+)
+from kvrelay.index.server import EmbeddedServer
+from oracle_data import FOLDER
+
+
+@pytest.fixture(scope="module")
+def index() -> Iterator[EmbeddedServer]:
+    recorded()
+    server = EmbeddedServer.start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+async def test_a_ring_that_loses_a_rank_leaves_as_a_whole(index: EmbeddedServer, how: str) -> None:
+    options = ("--group-timeout-s", "3")
+    with prefill_node(FOLDER / MODEL, *options, ring_size=3, index_url=index.url, name=f"ring-{how}") as started:
+        ranks = psutil.Process(started.process.pid).children()
+        assert len(ranks) == 2
+        victim = ranks[1]
+        try:
+            os.kill(victim.pid, getattr(signal, how))
+            begun = time.monotonic()
+            status = await asyncio.to_thread(started.process.wait, 15)
+            assert status != 0
+            assert time.monotonic() - begun < 3 + 3
+        finally:
+            if victim.is_running():
+                victim.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=3)
+        assert alive == []
+
+
+@pytest.mark.full
+async def test_a_node_whose_step_does_not_move_is_not_serving_until_it_does(index: EmbeddedServer) -> None:
+    options = ("--group-timeout-s", "40", "--lease-s", "60")
+    with prefill_node(FOLDER / MODEL, *options, ring_size=2, index_url=index.url, name="stalls") as started:
+        client = Client(started)
+        health = health_pb2_grpc.HealthStub(aio.insecure_channel(started.endpoint))
+
+        async def becomes(status: int, *, within_s: float) -> None:
+            async with asyncio.timeout(within_s):
+                while (await health.Check(health_pb2.HealthCheckRequest())).status != status:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+
+        (rank,) = psutil.Process(started.process.pid).children()
+        rank.suspend()
+        call = asyncio.create_task(events_of(client.prefill(a_ref(), some_prompt(300))))
+        await becomes(health_pb2.HealthCheckResponse.NOT_SERVING, within_s=15)
+
+        rank.resume()
+
+        await becomes(health_pb2.HealthCheckResponse.SERVING, within_s=5)
+        assert kinds(await call)[-1] == "done"
+        await client.close()
+
+
+async def test_a_drained_node_finishes_its_work_and_exits_with_status_0(index: EmbeddedServer) -> None:
+    with prefill_node(
+        FOLDER / MODEL, "--chunk-tokens", "32", ring_size=2, index_url=index.url, name="leaves"
+    ) as started:
+        client = Client(started)
+        call = client.prefill(a_ref(), recorded()["prompt_1500"].tolist())
+        stream = aiter(call)
+        await anext(stream)
+
+        started.process.terminate()
+        await asyncio.sleep(0.2)
+        late = client.prefill(a_ref(), some_prompt(10))
+        code, _ = await status_of(late)
+        events = [event async for event in stream]
+
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert events[-2].first_token.token.token_id == recorded()["greedy_1500"][0]
+        assert await asyncio.to_thread(started.process.wait, 15) == 0
+        await client.close()
+    assert [one.node.name for one in await asyncio.to_thread(nodes_of, index.url) if one.node.name == "leaves"] == []
