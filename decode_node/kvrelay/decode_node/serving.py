@@ -25,6 +25,7 @@ from kvrelay.index.writer import PrefixWriter
 from kvrelay.kv_transfer import local
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.hub_values import HubCallbacks
+from kvrelay.kv_transfer.pool_agent import local_pool
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.proto.convert import incarnation_to_pb
 from kvrelay.proto.server import Server
@@ -91,7 +92,7 @@ class DecodeServer:
         hub = ReaderHub(
             node=node.incarnation,
             endpoint="",
-            pool=compute.local_pool(),
+            pool=local_pool(compute.pool),
             cells=cells,
             thread=transfer,
             callbacks=HubCallbacks(

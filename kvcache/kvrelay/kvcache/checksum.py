@@ -9,7 +9,7 @@ Shapes in this file: T tokens, W = C + R.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +31,27 @@ def checksum_ranges(memory: memoryview, ranges: Sequence[tuple[int, int]]) -> in
         assert offset_bytes + num_bytes <= len(memory), "a range ends behind the pool"
         digest.update(memory[offset_bytes : offset_bytes + num_bytes])
     return digest.intdigest()
+
+
+def pool_checksum(pool: LatentPool) -> Callable[[Sequence[tuple[int, int]]], int]:
+    """Return the checksum over a pool's own bytes, as `checksum_ranges`; any thread may call it.
+
+    In device memory each range must lie in one layer; the copy to the host waits for the kernels that produce it.
+    """
+    if pool.device.type == "cpu":
+        memory = pool.memory()
+        return lambda ranges: checksum_ranges(memory, ranges)
+    slab_bytes = pool.num_pages * pool.layout.page_bytes
+
+    def on_device(ranges: Sequence[tuple[int, int]]) -> int:
+        digest = xxhash.xxh3_64()
+        for offset_bytes, num_bytes in ranges:
+            layer, start = divmod(offset_bytes, slab_bytes)
+            piece = pool.rows(layer).view(torch.uint8).view(-1)[start : start + num_bytes]
+            digest.update(piece.cpu().numpy().data)
+        return digest.intdigest()
+
+    return on_device
 
 
 def checksum_slots(pool: LatentPool, *, layer: int, slots_T: Tensor) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,8 @@ import torch
 from kvrelay.core.errors import SettingsError
 from kvrelay.core.types import Counters, Incarnation
 from kvrelay.kv_transfer.agent_thread import TransferThread
-from kvrelay.kv_transfer.fence_cells import HostCells, TensorCells
 from kvrelay.kv_transfer.local import Limits
-from kvrelay.kv_transfer.transport import Cells, Region, Transport, agent_name
+from kvrelay.kv_transfer.pool_agent import start_agent
 from kvrelay.kv_transfer.values import MAX_RING_SIZE
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.kvcache.sizing import pool_pages
@@ -99,30 +97,7 @@ class Compute:
         Raises:
             TransferError: the transport does not start.
         """
-        # UCX reads these when it is loaded, which is when the agent is made.
-        if settings.net_devices:
-            os.environ["UCX_NET_DEVICES"] = settings.net_devices
-        if settings.tcp_port_range:
-            os.environ["UCX_TCP_PORT_RANGE"] = settings.tcp_port_range
-        device_id = self.device.index if self.device.type == "cuda" else -1
-        cells: Cells = HostCells(MAX_RING_SIZE)
-        if self.device.type == "cuda":
-            cells = TensorCells(torch.zeros(MAX_RING_SIZE, dtype=torch.int64, device=self.device))
-        region = Region(self.pool.address, self.pool.num_bytes, device_id)
-
-        def make(counters: Counters) -> Transport:
-            from kvrelay.kv_transfer.nixl import NixlTransport  # noqa: PLC0415 - after the variables above are set
-
-            return NixlTransport(
-                agent_name=agent_name(node, rank),
-                pool=region,
-                pool_pages=self.pool.num_pages,
-                cells=cells,
-                counters=counters,
-            )
-
-        transfer = TransferThread(make, on_fatal=on_fatal)
-        transfer.start()
+        transfer, _ = start_agent(self.pool, settings, node=node, rank=rank, num_cells=MAX_RING_SIZE, on_fatal=on_fatal)
         return transfer
 
     def worker(

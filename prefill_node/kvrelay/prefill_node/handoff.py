@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-
-import torch
-import xxhash
+from collections.abc import Callable, Mapping
 
 from kvrelay.core.errors import ServeError
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Counters, Incarnation, SampledToken
 from kvrelay.kv_transfer.agent_thread import TransferThread
-from kvrelay.kv_transfer.local import Checksum, Limits, LocalPool
+from kvrelay.kv_transfer.local import Limits
+from kvrelay.kv_transfer.pool_agent import local_pool
 from kvrelay.kv_transfer.writer_endpoint import Failed, Outcome, WriterEndpoint
-from kvrelay.kvcache.checksum import checksum_ranges
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.prefill_node.rank import Writer
 from kvrelay.proto.v1 import ring_pb2
@@ -43,7 +40,7 @@ class WriterOpener:
         """
         self.counters = Counters()  # of the event loop's thread
         self._transfer = transfer
-        self._pool = LocalPool(pool.layout, pool.num_pages, pool_checksum(pool))
+        self._pool = local_pool(pool)
         self._node = node
         self._rank = rank
         self._loop = loop
@@ -129,21 +126,3 @@ class RefusedWriter:
 
     def abort(self, reason: str) -> None:
         """It has failed already."""
-
-
-def pool_checksum(pool: LatentPool) -> Checksum:
-    """Return the checksum over a pool's bytes; on a GPU it waits for the kernels that produce them."""
-    if pool.device.type == "cpu":
-        memory = pool.memory()
-        return lambda ranges: checksum_ranges(memory, ranges)
-    slab_bytes = pool.num_pages * pool.layout.page_bytes
-
-    def on_device(ranges: Sequence[tuple[int, int]]) -> int:
-        digest = xxhash.xxh3_64()
-        for offset_bytes, num_bytes in ranges:
-            layer, start = divmod(offset_bytes, slab_bytes)
-            piece = pool.rows(layer).view(torch.uint8).view(-1)[start : start + num_bytes]
-            digest.update(piece.cpu().numpy().data)
-        return digest.intdigest()
-
-    return on_device

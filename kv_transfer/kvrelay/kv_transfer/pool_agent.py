@@ -1,0 +1,59 @@
+"""From a latent pool to the data plane: its bytes as the hand-off sees them, and the thread of the agent over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvrelay.core.settings import NodeSettings
+from kvrelay.core.types import Counters, Incarnation
+from kvrelay.kv_transfer.agent_thread import TransferThread
+from kvrelay.kv_transfer.fence_cells import HostCells, TensorCells
+from kvrelay.kv_transfer.local import LocalPool
+from kvrelay.kv_transfer.transport import Cells, Region, Transport, agent_name
+from kvrelay.kvcache.checksum import pool_checksum
+from kvrelay.kvcache.pool import LatentPool
+
+
+def local_pool(pool: LatentPool) -> LocalPool:
+    """Return a pool as endpoints know it."""
+    return LocalPool(pool.layout, pool.num_pages, pool_checksum(pool))
+
+
+def start_agent(
+    pool: LatentPool,
+    settings: NodeSettings,
+    *,
+    node: Incarnation,
+    rank: int,
+    num_cells: int,
+    on_fatal: Callable[[], None],
+) -> tuple[TransferThread, Cells]:
+    """Register a pool and `num_cells` fence cells with an agent and start its thread; return it and the cells.
+
+    Raises:
+        TransferError: the transport does not start.
+    """
+    cells: Cells = HostCells(num_cells)
+    if pool.device.type == "cuda":
+        cells = TensorCells(torch.zeros(num_cells, dtype=torch.int64, device=pool.device))
+    device_id = pool.device.index if pool.device.type == "cuda" else -1
+    region = Region(pool.address, pool.num_bytes, device_id)
+
+    def make(counters: Counters) -> Transport:
+        from kvrelay.kv_transfer.nixl import NixlTransport  # noqa: PLC0415 - UCX starts threads when it is loaded
+
+        return NixlTransport(
+            agent_name=agent_name(node, rank),
+            pool=region,
+            pool_pages=pool.num_pages,
+            cells=cells,
+            counters=counters,
+            net_devices=settings.net_devices,
+            tcp_port_range=settings.tcp_port_range,
+        )
+
+    transfer = TransferThread(make, on_fatal=on_fatal)
+    transfer.start()
+    return transfer, cells
