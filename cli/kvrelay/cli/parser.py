@@ -36,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands.add_parser("generate", help="send one prompt and stream the answer"))
     _add_nodes(commands.add_parser("nodes", help="what runs where"))
     _add_drain(commands.add_parser("drain", help="take a node out without losing a request"))
+    _add_health(commands.add_parser("health", help="whether a server is ready; for probes"))
     _add_bench(commands.add_parser("bench", help="measure, side by side"))
     return parser
 
@@ -106,6 +107,13 @@ def _add_drain(drain: argparse.ArgumentParser) -> None:
     drain.add_argument("node", metavar="NODE", help="name, as `kvrelay nodes` shows it")
     drain.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
     drain.set_defaults(run="kvrelay.cli.fleet:run_drain")
+
+
+def _add_health(health: argparse.ArgumentParser) -> None:
+    health.add_argument("endpoint", nargs="?", default=ENDPOINT, metavar="HOST:PORT", help="a router or a node")
+    health.add_argument("--service", default="", metavar="NAME", help="one service of it; without, the whole server")
+    health.add_argument("--timeout-s", type=float, default=3.0, metavar="S", help="longest wait for an answer")
+    health.set_defaults(run="kvrelay.cli.health:run")
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:

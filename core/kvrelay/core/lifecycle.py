@@ -23,9 +23,9 @@ def set_up_logging(level: str) -> None:
 
 
 def new_incarnation(name: str, role: Role | str) -> Incarnation:
-    """Return this process's incarnation; an empty name becomes role-host-<4 hex>."""
+    """Return this process's incarnation; an empty name becomes role-host-<4 hex>, and {host} the host's name."""
     if name:
-        return Incarnation.new(name)
+        return Incarnation.new(name.replace("{host}", socket.gethostname()))
     word = role.value if isinstance(role, Role) else role
     return Incarnation.new(f"{word}-{socket.gethostname()}-{os.urandom(2).hex()}")
 

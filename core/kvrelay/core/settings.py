@@ -40,9 +40,9 @@ class CommonSettings(BaseSettings):
     fleet: str = Field(
         "default", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="fleet name; keys in the index carry it"
     )
-    name: str = Field("", description="node name, stable over restarts; empty = role, host and a random suffix")
+    name: str = Field("", description="stable over restarts; {host} = host name; empty = role-host-random")
     listen: str = Field("127.0.0.1:0", pattern=_ADDRESS, description="host:port to serve gRPC on; port 0 = any free")
-    advertise: str = Field("", description="host:port told to the others; empty = the bound address")
+    advertise: str = Field("", description="host:port told to the others; empty = the bound or this host's address")
     index_url: str = Field("redis://127.0.0.1:6379/0", description="Redis-protocol server of the index and registry")
     log_level: LogLevel = Field("info", description="debug, info, warning or error")
     max_message_mib: int = Field(32, ge=1, le=1024, description="largest gRPC message in MiB; 4 bytes per prompt token")

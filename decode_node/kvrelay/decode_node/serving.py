@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from kvrelay.core.address import advertised
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.decode_node.admission import PageBook
 from kvrelay.decode_node.compute import Compute
@@ -81,6 +82,7 @@ class DecodeServer:
         self._serving = True  # what the health service says
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: Server
+        self._advertised: str
 
     def _data_plane(self, loop: asyncio.AbstractEventLoop) -> tuple[TransferThread, ReaderHub]:
         compute, settings, node = self._compute, self._settings, self.node
@@ -126,6 +128,9 @@ class DecodeServer:
             services=[decode_pb2.DESCRIPTOR.services_by_name["DecodeNode"]],
             max_message_bytes=self._settings.max_message_bytes,
         )
+        self._advertised = advertised(
+            bound=self._server.endpoint, advertise=self._settings.advertise, index_url=self._settings.index_url
+        )
         self._hub.endpoint = self.endpoint
         self._steps.start()
         self._lease.start()
@@ -137,7 +142,7 @@ class DecodeServer:
     @property
     def endpoint(self) -> str:
         """host:port that others are told."""
-        return self._settings.advertise or self._server.endpoint
+        return self._advertised
 
     async def drained(self) -> None:
         """Take nothing new and wait until everything here has ended."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from kvrelay.core.address import advertised
 from kvrelay.core.clock import monotonic
 from kvrelay.core.lifecycle import StopSignals, announce_ready
 from kvrelay.core.types import Counters, Incarnation
@@ -93,7 +94,7 @@ async def serve(
         services=[prefill_pb2.DESCRIPTOR.services_by_name["PrefillNode"]],
         max_message_bytes=settings.max_message_bytes,
     )
-    endpoint = settings.advertise or server.endpoint
+    endpoint = advertised(bound=server.endpoint, advertise=settings.advertise, index_url=settings.index_url)
     registration = LeaseThread(
         leases,
         index_url=settings.index_url,

@@ -10,6 +10,7 @@ from pathlib import Path
 import uvloop
 from grpc import aio
 
+from kvrelay.core.address import advertised
 from kvrelay.core.lifecycle import StopSignals, announce_ready, new_incarnation, set_up_logging
 from kvrelay.core.settings import load
 from kvrelay.index.reader import PrefixReader
@@ -74,7 +75,9 @@ class Router:
         )
         self._leases.start()
         await self.fleet.start()
-        return self._server.endpoint
+        return advertised(
+            bound=self._server.endpoint, advertise=self._settings.advertise, index_url=self._settings.index_url
+        )
 
     async def stop(self) -> None:
         """Take no more requests, let the running ones end within the drain time, and let go of everything."""
@@ -105,7 +108,7 @@ async def serve(settings: RouterSettings) -> None:
     stop = StopSignals(asyncio.get_running_loop())
     router = Router(settings)
     endpoint = await router.start()
-    announce_ready(endpoint=settings.advertise or endpoint, name=router.id.name)
+    announce_ready(endpoint=endpoint, name=router.id.name)
     await stop.wait()
     _log.info("stopping, %d requests to finish", router.inference.num_active)
     await router.stop()
