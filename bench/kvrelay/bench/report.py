@@ -6,8 +6,9 @@ import json
 import platform
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,20 @@ def write(folder: Path, *, device: str, bench: str, result: dict[str, Any]) -> P
     today = datetime.now(UTC).date().isoformat()
     file = folder / f"{device}-{today}.json"
     content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    content |= {"date": today, "machine": machine(), "versions": {name: version(name) for name in _PACKAGES}}
+    content |= {"date": today, "machine": machine(), "versions": versions()}
     content.setdefault("results", {})[bench] = result
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content, indent=2) + "\n")
     return file
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what computes and talks, as far as it is installed."""
+    found = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def machine() -> dict[str, Any]:

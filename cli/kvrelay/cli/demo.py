@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import grpc
@@ -20,6 +19,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.bench import local_cluster
 from kvrelay.cli import client
+from kvrelay.cli.manual import python_manual
 from kvrelay.cli.progress import PrefillLine
 from kvrelay.core.errors import ServeError
 from kvrelay.model.embedded_path import embedded_checkpoint
@@ -45,7 +45,7 @@ class Answer:
 
 def long_prompt(tokenizer: Tokenizer, *, num_tokens: int = PROMPT_TOKENS) -> str:
     """Return about `num_tokens` tokens of the Python manual with the facts inside and the question at the end."""
-    manual = "\n\n".join(topics[name].strip() for name in sorted(topics))
+    manual = python_manual()
     room = num_tokens - len(tokenizer.encode(" ".join((*FACTS, QUESTION))).ids)
     offsets = tokenizer.encode(manual[: num_tokens * 8]).offsets
     third, half, whole = (_sentence_end(manual, offsets[place][0]) for place in (room // 3, room // 2, room))

@@ -67,6 +67,7 @@ def _sampling(options: argparse.Namespace) -> common_pb2.Sampling:
         top_p=options.top_p,
         seed=options.seed,
         logprobs=options.logprobs,
+        prompt_logprobs=options.prompt_logprobs,
         ignore_eos=options.ignore_eos,
     )
 

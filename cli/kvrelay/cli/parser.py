@@ -11,6 +11,8 @@ from importlib.metadata import version
 from typing import Any
 
 from kvrelay.cli.defaults import ENDPOINT
+from kvrelay.cli.eval_options import add_eval
+from kvrelay.cli.option_types import positive, positives
 
 # Role commands: what serves them. They parse their own options, which are also environment variables.
 ROLES = {
@@ -38,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_drain(commands.add_parser("drain", help="take a node out without losing a request"))
     _add_health(commands.add_parser("health", help="whether a server is ready; for probes"))
     _add_bench(commands.add_parser("bench", help="measure, side by side"))
+    add_eval(commands.add_parser("eval", help="how well the model predicts text and recalls facts"))
     return parser
 
 
@@ -60,7 +63,7 @@ def _add_up(up: argparse.ArgumentParser) -> None:
     up.add_argument("--model", metavar="DIR", help="checkpoint folder; without it a small embedded model")
     up.add_argument("--prefill", type=positive, metavar="N", help="prefill nodes; default: one per ring size given")
     up.add_argument(
-        "--ring-size", type=ring_sizes, default="2", metavar="R", help="ranks of a prefill node; 1,3 = sizes in turn"
+        "--ring-size", type=positives, default="2", metavar="R", help="ranks of a prefill node; 1,3 = sizes in turn"
     )
     up.add_argument("--decode", type=positive, default=1, metavar="M", help="decode nodes")
     up.add_argument("--listen", default=ENDPOINT, metavar="HOST:PORT", help="where clients connect; port 0 = any free")
@@ -91,6 +94,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     )
     generate.add_argument("--seed", type=int, metavar="S", help="same seed, same text; without it one is drawn")
     generate.add_argument("--logprobs", type=int, metavar="N", help="log-probabilities, and the N likeliest (--json)")
+    generate.add_argument("--prompt-logprobs", action="store_true", help="those of the prompt's tokens (--json)")
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the model's end tokens")
     generate.add_argument("--timeout-s", type=float, metavar="S", help="time limit of the request")
     generate.add_argument("--json", action="store_true", help="print one JSON object per event")
@@ -128,15 +132,11 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         kind.add_argument("--pairs", type=positive, default=20, metavar="N", help="interleaved pairs")
         kind.add_argument("--out", metavar="DIR", help="folder for the result file; without it nothing is written")
         kind.set_defaults(run=f"kvrelay.bench.{name}:run")
-
-
-def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def ring_sizes(text: str) -> tuple[int, ...]:
-    """Parse "2" or "1,3"."""
-    return tuple(positive(part.strip()) for part in text.split(","))
+    cpu = kinds.add_parser("cpu", help="prefill and decode on CPU cores, beside plain transformers")
+    cpu.add_argument("--model", metavar="DIR", help="checkpoint folder; without it the embedded model")
+    cpu.add_argument("--prompt-tokens", type=positive, default=8192, metavar="N", help="length of each prompt")
+    cpu.add_argument("--output-tokens", type=positive, default=32, metavar="N", help="tokens after it")
+    cpu.add_argument("--rounds", type=positive, default=5, metavar="N", help="pairs of runs")
+    cpu.add_argument("--threads", type=positive, default=2, metavar="N", help="intra-op threads of both")
+    cpu.add_argument("--out", metavar="DIR", help="folder for the result file; without it nothing is written")
+    cpu.set_defaults(run="kvrelay.bench.cpu:run")

@@ -5,7 +5,7 @@ The tests compare it with the oracles and the nodes with it; evaluation and the 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -65,19 +65,41 @@ class SingleEngine:
         Returns:
             logits fp32, [prompt tokens, vocabulary] or [1, vocabulary]: row p predicts token p + 1.
         """
+        logits: list[Tensor] = []
+        for hidden_TD in self._chunks(session, ids, chunk_tokens):
+            if all_logits:
+                logits.append(self._model.logits(hidden_TD))
+        return torch.cat(logits) if all_logits else self._model.logits(hidden_TD[-1:])
+
+    def prompt_logprobs(self, ids: Sequence[int], *, chunk_tokens: int | None = None) -> Tensor:
+        """Return the natural-log probability, fp32 [T - 1], of each token but the first, given those before it.
+
+        Raises:
+            CapacityError: the pool is too small.
+        """
+        next_ids_T = torch.tensor(ids[1:], dtype=torch.int64, device=self._model.device)
+        session = self.open(len(ids))
+        try:
+            found, start = [], 0
+            for hidden_TD in self._chunks(session, ids, chunk_tokens):
+                followed = next_ids_T[start : start + len(hidden_TD)]  # one less in the last chunk
+                found.append(self._model.logprobs(hidden_TD[: len(followed)], followed))
+                start += len(hidden_TD)
+            return torch.cat(found)
+        finally:
+            self.close(session)
+
+    def _chunks(self, session: Session, ids: Sequence[int], chunk_tokens: int | None) -> Iterator[Tensor]:
+        """Compute a prompt into an empty sequence; yield the last layer's output of each chunk."""
         self._check(ids)
         assert session.num_tokens == 0, "a prompt goes into an empty sequence"
         ids_T = torch.tensor(ids, dtype=torch.int64, device=self._model.device)
         slots_T = self._slots(session, len(ids))
         step = chunk_tokens or len(ids)
-        logits: list[Tensor] = []
         for start in range(0, len(ids), step):
             chunk = ids_T[start : start + step]
-            hidden_TD = prefill_forward(self._model, self._pool, chunk, slots=slots_T, start=start, ntk_tokens=len(ids))
-            if all_logits:
-                logits.append(self._model.logits(hidden_TD))
+            yield prefill_forward(self._model, self._pool, chunk, slots=slots_T, start=start, ntk_tokens=len(ids))
         session.num_tokens = len(ids)
-        return torch.cat(logits) if all_logits else self._model.logits(hidden_TD[-1:])
 
     def decode_step(self, sessions: Sequence[Session], token_ids: Sequence[int]) -> Tensor:
         """Append one token to each sequence and return logits_BV fp32 of what follows, in one forward pass."""

@@ -1,0 +1,95 @@
+"""What both evaluations share: which target, many questions at once, a progress bar, the head of a result."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvrelay.bench import report
+from kvrelay.cli.eval_target import Target, Text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@contextmanager
+def target_of(options: argparse.Namespace, text: Text) -> Iterator[Target]:
+    """Return what the options name.
+
+    Raises:
+        UnavailableError: the cluster cannot be reached, or a request to it failed.
+        ModelLoadError: the checkpoint cannot be loaded.
+    """
+    if options.endpoint:
+        from kvrelay.cli.eval_cluster import connected  # noqa: PLC0415 - only this side needs gRPC
+
+        with connected(options.endpoint, num_workers=options.concurrency, timeout_s=options.timeout_s) as cluster:
+            yield cluster
+    else:
+        from kvrelay.cli.eval_folder import FolderTarget  # noqa: PLC0415 - only this side needs torch
+
+        yield FolderTarget(text)
+
+
+def ask_all(items: Sequence[T], ask: Callable[[T], R], *, num_workers: int, title: str) -> list[R]:
+    """Return the answers in order, asked by `num_workers` threads; the first failure ends the rest."""
+    with ThreadPoolExecutor(num_workers) as pool, _bar() as bar:
+        task = bar.add_task(title, total=len(items))
+        futures = [pool.submit(ask, item) for item in items]
+        try:
+            found = []
+            for future in futures:
+                found.append(future.result())
+                bar.update(task, advance=1)
+            return found
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def head(name: str, target: Target, text: Text) -> dict[str, Any]:
+    """Return what a result begins with: enough to judge the figures and to repeat them."""
+    return {
+        "eval": name,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": report.machine(),
+        "versions": report.versions(),
+        "target": target.describe(),
+        "tokenizer_of": text.files.name,
+    }
+
+
+def publish(options: argparse.Namespace, result: dict[str, Any], *, in_words: Callable[[dict[str, Any]], None]) -> None:
+    """Print the result, as JSON or in words, and write the file that was asked for."""
+    whole = json.dumps(result, indent=2, ensure_ascii=False)
+    if options.json:
+        print(whole)
+    else:
+        in_words(result)
+    if options.out:
+        Path(options.out).write_text(whole + "\n", encoding="utf-8")
+
+
+def _bar() -> Progress:
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
