@@ -6,7 +6,7 @@ import json
 import re
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -109,13 +109,13 @@ class Answer:
         return self.finished.usage
 
 
-class Cluster:
-    """A running cluster and a client for it. Created by `running`."""
+class Client:
+    """Asks a cluster that runs somewhere, and looks at its nodes."""
 
-    def __init__(self, local: local_cluster.LocalCluster) -> None:
-        self.local = local
-        self.endpoint = local.endpoint
-        self._channel = _connect(local.endpoint)
+    def __init__(self, channel: grpc.Channel, *, dial: Callable[[str], grpc.Channel] | None = None) -> None:
+        """`dial` connects to a node by its address; without it, in plain text."""
+        self._channel = channel
+        self._dial = dial or _connect
         self.inference = inference_pb2_grpc.InferenceStub(self._channel)
         self.fleet = fleet_pb2_grpc.FleetStub(self._channel)
 
@@ -147,20 +147,17 @@ class Cluster:
 
     def stats(self) -> dict[str, common_pb2.NodeStats]:
         """Return every node's own accounting, by node name."""
-        return {record.node.name: _stats(record) for record in self.nodes()}
+        return {record.node.name: self._stats_of(record) for record in self.nodes()}
 
     def counter(self, name: str, *, role: str) -> float:
         """Return a counter summed over the nodes of a role; per node it is the sum over ranks."""
         return sum(stats.counters.get(name, 0.0) for node, stats in self.stats().items() if node.startswith(role))
 
-    def process(self, name: str, *, rank: int | None = None) -> psutil.Process:
-        """Return a process of the cluster: `router`, a node by name, one rank of it, or `index`."""
-        if name == "index":
-            return next(one for one in self.local.processes() if "valkey" in one.name() or "redis" in one.name())
-        top = next(one for one in self.local.processes() if _has_name(one, name))
-        if not rank:
-            return top
-        return next(one for one in top.children(recursive=True) if _environ(one).get("RANK") == str(rank))
+    def _stats_of(self, record: fleet_pb2.NodeRecord) -> common_pb2.NodeStats:
+        with self._dial(record.endpoint) as channel:
+            if record.role == fleet_pb2.NODE_ROLE_PREFILL:
+                return prefill_pb2_grpc.PrefillNodeStub(channel).Stats(common_pb2.StatsRequest(), timeout=CALL_S)
+            return decode_pb2_grpc.DecodeNodeStub(channel).Stats(common_pb2.StatsRequest(), timeout=CALL_S)
 
     # -- invariants
 
@@ -184,15 +181,33 @@ class Cluster:
         """Wait until nothing is held for any request; fail with what is."""
         wait_until(lambda: not self.unsettled(), timeout_s, lambda: "\n".join(self.unsettled()))
 
+    def close(self) -> None:
+        self._channel.close()
+
+
+class Cluster(Client):
+    """A cluster of processes that a test started, and a client for it. Created by `running`."""
+
+    def __init__(self, local: local_cluster.LocalCluster) -> None:
+        super().__init__(_connect(local.endpoint))
+        self.local = local
+        self.endpoint = local.endpoint
+
+    def process(self, name: str, *, rank: int | None = None) -> psutil.Process:
+        """Return a process of the cluster: `router`, a node by name, one rank of it, or `index`."""
+        if name == "index":
+            return next(one for one in self.local.processes() if "valkey" in one.name() or "redis" in one.name())
+        top = next(one for one in self.local.processes() if _has_name(one, name))
+        if not rank:
+            return top
+        return next(one for one in top.children(recursive=True) if _environ(one).get("RANK") == str(rank))
+
     def logs(self) -> str:
         """Return what `up` said and the end of every process's log."""
         said = self.local.said()
         found = re.search(r"logs in (\S+)", said)
         files = sorted(Path(found[1]).glob("*.log")) if found else []
         return "\n".join([said, *(f"--- {file.name}\n{file.read_text()[-4000:]}" for file in files)])
-
-    def close(self) -> None:
-        self._channel.close()
 
 
 @contextmanager
@@ -249,13 +264,6 @@ def _true(holds: Any) -> bool:
         return bool(holds())
     except grpc.RpcError:
         return False
-
-
-def _stats(record: fleet_pb2.NodeRecord) -> common_pb2.NodeStats:
-    with _connect(record.endpoint) as channel:
-        if record.role == fleet_pb2.NODE_ROLE_PREFILL:
-            return prefill_pb2_grpc.PrefillNodeStub(channel).Stats(common_pb2.StatsRequest(), timeout=CALL_S)
-        return decode_pb2_grpc.DecodeNodeStub(channel).Stats(common_pb2.StatsRequest(), timeout=CALL_S)
 
 
 def _connect(endpoint: str) -> grpc.Channel:

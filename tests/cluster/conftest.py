@@ -8,6 +8,8 @@ import pytest
 
 from cluster.cluster import Cluster, running
 
+pytest.register_assert_rewrite("operations.checks")  # its tests are imported by modules here
+
 
 @pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:

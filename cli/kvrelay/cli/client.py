@@ -14,6 +14,7 @@ from kvrelay.proto.v1 import inference_pb2 as pb
 MAX_MESSAGE_BYTES = 1 << 30  # the router has the limit and names it
 # A call that failed before its first event may be sent again; gRPC never repeats one that already answered.
 SERVICE_CONFIG = {
+    "loadBalancingConfig": [{"round_robin": {}}],  # over all routers behind one name
     "methodConfig": [
         {
             "name": [{"service": "kvrelay.v1.Inference"}],
@@ -25,7 +26,7 @@ SERVICE_CONFIG = {
                 "retryableStatusCodes": ["UNAVAILABLE"],
             },
         }
-    ]
+    ],
 }
 _TIMES = [field.name for field in pb.TimeSplit.DESCRIPTOR.fields]
 _CONFIDENCE_PREFIX = "INDEX_CONFIDENCE_"

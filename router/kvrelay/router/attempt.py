@@ -12,7 +12,7 @@ import numpy.typing as npt
 from grpc import aio
 
 from kvrelay.core.clock import Deadline
-from kvrelay.core.errors import DeadlineError, UnavailableError
+from kvrelay.core.errors import DeadlineError, Status, UnavailableError
 from kvrelay.core.grpc_status import from_rpc_error
 from kvrelay.core.types import Incarnation, Role, Sampling
 from kvrelay.proto import convert
@@ -114,6 +114,9 @@ class Attempt:
             reply = await self._shared.peers.decode(node).Reserve(request, timeout=self._deadline.remaining_s())
         except aio.AioRpcError as err:
             cause = from_rpc_error(err, peer=str(node.incarnation))
+            if cause.status is Status.CANCELLED:
+                # Not by us, or this task would be cancelled: a server that stops ends its calls so.
+                cause = UnavailableError(f"{node.incarnation} is leaving")
             if isinstance(cause, UnavailableError):
                 self._shared.peers.put_aside(node.incarnation, str(cause))
             raise LegFailedError(cause, frozenset({node.incarnation})) from err

@@ -7,6 +7,7 @@ goes on where it stopped, with the same seed and positions.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -27,6 +28,8 @@ from kvrelay.router.timesplit import RequestTimer
 
 log = logging.getLogger(__name__)
 
+PLACE_AGAIN_S = 2.0  # longest wait of a retry for a node to take it
+PLACE_PAUSE_S = 0.1
 PROGRESS_S = 2.0  # longest silence towards the client while a prompt is prefilled
 
 
@@ -154,9 +157,7 @@ class Run:
         max_tokens = sampling.max_tokens - len(self._sent)
         prompt = np.concatenate([self._job.token_ids, np.asarray(self._sent, dtype=np.int32)])
         try:
-            placed = await self._placer.place(
-                token_ids=prompt, max_tokens=max_tokens, needs_decode=max_tokens > 1, avoid=avoid
-            )
+            placed = await self._place(prompt, max_tokens, avoid, patience_s=0.0 if failure is None else PLACE_AGAIN_S)
         except ServeError as err:
             raise err if failure is None else _exhausted(failure, number - 1) from err
         self.placed = placed
@@ -181,6 +182,22 @@ class Run:
         finally:
             placed.release()
             await attempt.close()
+
+    async def _place(
+        self, prompt: npt.NDArray[np.int32], max_tokens: int, avoid: frozenset[Incarnation], *, patience_s: float
+    ) -> Placed:
+        """Choose nodes. A client that has heard of its request cannot send it again, so a retry waits for `patience_s`:
+        in a rolling restart the next node may drain just before the registry's news of the last one get here."""
+        until_s = self._timer.clock() + min(patience_s, self._deadline.remaining_s())
+        while True:
+            try:
+                return await self._placer.place(
+                    token_ids=prompt, max_tokens=max_tokens, needs_decode=max_tokens > 1, avoid=avoid
+                )
+            except UnavailableError:
+                if self._timer.clock() >= until_s:
+                    raise
+            await asyncio.sleep(PLACE_PAUSE_S)
 
     async def _follow(self, attempt: Attempt) -> AsyncGenerator[Event]:
         """Merge the legs: progress, the first token from prefill, the others from decode, in this order."""

@@ -1,0 +1,63 @@
+"""Clients that ask all the time while something happens to the cluster."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from cluster.cluster import Answer, Client, finish, status_of
+
+
+class Load:
+    """`clients` threads that each send one request after the other for as long as the block lasts."""
+
+    def __init__(
+        self, client: Client, *, clients: int, vocab_size: int, prompt_tokens: int = 96, max_tokens: int = 12
+    ) -> None:
+        self._client = client
+        self._vocab_size = vocab_size
+        self._prompt_tokens, self._max_tokens = prompt_tokens, max_tokens
+        self._ending = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(clients)]
+        self.answers: list[Answer] = []
+        self.failures: list[str] = []
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ending.set()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def decode_nodes(self) -> Counter[str]:
+        """How many answers came from each decode node."""
+        with self._lock:
+            return Counter(answer.finished.nodes.decode_node for answer in self.answers)
+
+    def _ask(self, number: int) -> None:
+        rng = random.Random(number)
+        while not self._ending.is_set():
+            prompt = [rng.randrange(self._vocab_size - 1) for _ in range(self._prompt_tokens)]
+            call = self._client.start(prompt, max_tokens=self._max_tokens, ignore_eos=True, timeout_s=60)
+            try:
+                answer = finish(call, began_s=time.monotonic())
+            except grpc.RpcError as err:
+                code, text = status_of(err)
+                with self._lock:
+                    self.failures.append(f"{code.name}: {text}")
+            else:
+                with self._lock:
+                    self.answers.append(answer)
