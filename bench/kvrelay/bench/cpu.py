@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import torch
 
 from kvrelay.bench import report
@@ -40,7 +42,29 @@ class Timed:
 
     prefill_s: float
     step_s: float  # median time of a decode step
+    prefill_cpu_s: float  # of all threads; other processes on the machine change it little
+    step_cpu_s: float  # mean of a decode step
     token_ids: tuple[int, ...]
+
+
+class Watch:
+    """Measures one run: call `lap` after the prefill and after each step."""
+
+    def __init__(self) -> None:
+        self._walls_s = [time.perf_counter()]
+        self._cpus_s = [time.process_time()]
+
+    def lap(self) -> None:
+        self._walls_s.append(time.perf_counter())
+        self._cpus_s.append(time.process_time())
+
+    def timed(self, token_ids: Sequence[int]) -> Timed:
+        """Return the figures of a run of at least one step."""
+        walls_s = [later - earlier for earlier, later in pairwise(self._walls_s)]
+        cpus_s = [later - earlier for earlier, later in pairwise(self._cpus_s)]
+        return Timed(
+            walls_s[0], statistics.median(walls_s[1:]), cpus_s[0], statistics.mean(cpus_s[1:]), tuple(token_ids)
+        )
 
 
 class Side(Protocol):
@@ -60,14 +84,13 @@ class Ours:
     def run(self, prompt: list[int], num_tokens: int) -> Timed:
         session = self._engine.open(len(prompt) + num_tokens)
         try:
-            began_s = time.perf_counter()
+            watch = Watch()
             ids = [int(self._engine.prefill(session, prompt, chunk_tokens=CHUNK_TOKENS).argmax())]
-            prefill_s, steps_s = time.perf_counter() - began_s, []
+            watch.lap()
             while len(ids) < num_tokens:
-                began_s = time.perf_counter()
                 ids.append(int(self._engine.decode_step([session], ids[-1:]).argmax()))
-                steps_s.append(time.perf_counter() - began_s)
-            return Timed(prefill_s, statistics.median(steps_s), tuple(ids))
+                watch.lap()
+            return watch.timed(ids)
         finally:
             self._engine.close(session)
 
@@ -95,24 +118,26 @@ class Transformers:
 
     @torch.inference_mode()
     def run(self, prompt: list[int], num_tokens: int) -> Timed:
-        began_s = time.perf_counter()
+        watch = Watch()
         out = self._model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
         ids = [int(out.logits[0, -1].argmax())]
-        prefill_s, steps_s = time.perf_counter() - began_s, []
+        watch.lap()
         while len(ids) < num_tokens:
-            began_s = time.perf_counter()
             out = self._model(torch.tensor([ids[-1:]]), past_key_values=out.past_key_values, use_cache=True)
             ids.append(int(out.logits[0, -1].argmax()))
-            steps_s.append(time.perf_counter() - began_s)
-        return Timed(prefill_s, statistics.median(steps_s), tuple(ids))
+            watch.lap()
+        return watch.timed(ids)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print the figures and write the result file when asked to."""
+    if options.output_tokens < 2:
+        raise SettingsError("--output-tokens 1 has no decode step to time")
     folder = Path(options.model or embedded_checkpoint())
     torch.set_num_threads(options.threads)
     theirs = Transformers(folder)
     ours = Ours(folder, max_tokens=options.prompt_tokens + options.output_tokens)
+    load_average = psutil.getloadavg()[0]  # of the last minute: others that compute here distort the wall times
     pairs = measure(ours, theirs, options, vocab_size=ours.config.vocab_size)
     result: dict[str, Any] = {
         "model": folder.resolve().name,
@@ -121,9 +146,12 @@ def run(options: argparse.Namespace) -> int:
         "rounds": options.rounds,
         "dtype": "float32",
         "threads": options.threads,
+        "load_average_before": round(load_average, 2),
         "transformers": {"version": version("transformers"), **theirs.settings},
         "prefill": report.paired([a.prefill_s for a, _ in pairs], [b.prefill_s for _, b in pairs]),
+        "prefill_cpu": report.paired([a.prefill_cpu_s for a, _ in pairs], [b.prefill_cpu_s for _, b in pairs]),
         "decode_step": report.paired([a.step_s for a, _ in pairs], [b.step_s for _, b in pairs]),
+        "decode_step_cpu": report.paired([a.step_cpu_s for a, _ in pairs], [b.step_cpu_s for _, b in pairs]),
         "rounds_with_equal_tokens": sum(a.token_ids == b.token_ids for a, b in pairs),
     }
     result["prefill_speedup"] = round(1 / result["prefill"]["ratio_median"], 3)
