@@ -51,6 +51,15 @@ IMPURE_LIBRARIES = {
 }  # fmt: skip
 # Each reads the variables of its own role through its settings class; nothing else may look at the environment.
 READS_ENVIRONMENT = {"kvrelay.core.settings"}
+# Entry points of processes that run without the `node` extra.
+MODEL_FREE = [
+    "kvrelay.router.app",
+    "kvrelay.cli.main",
+    "kvrelay.cli.client",
+    "kvrelay.cli.eval_bpb",
+    "kvrelay.cli.eval_cluster",
+    "kvrelay.cli.eval_recall",
+]
 FILES = [pytest.param(path, id=module_name(path)) for path in sources()]
 
 
@@ -145,7 +154,7 @@ def _is_handed_on(path: Path, line: int) -> bool:
     return "os.environ | " in text or "**os.environ" in text or text.startswith('os.environ["')
 
 
-@pytest.mark.parametrize("module", ["kvrelay.router.app", "kvrelay.cli.main", "kvrelay.cli.client"])
+@pytest.mark.parametrize("module", MODEL_FREE)
 def test_a_process_without_a_model_never_loads_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
 

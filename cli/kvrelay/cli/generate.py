@@ -111,7 +111,7 @@ def _print_text(call: Iterable[inference_pb2.GenerateEvent]) -> bool:
                 line.update(0, event.accepted.prompt_tokens)
             elif kind == "progress":
                 line.update(event.progress.prefilled_tokens, event.progress.prompt_tokens)
-            else:
+            elif kind != "prompt_logprobs":  # those come while the prompt is still prefilled
                 line.stop()
             if kind == "tokens":
                 print(event.tokens.text, end="", flush=True)
