@@ -128,7 +128,7 @@ def test_answers_come_in_order_from_as_many_workers_as_the_target_takes() -> Non
             at_once -= 1
         return item
 
-    assert ask_all(range(9), ask, num_workers=3, title="items") == list(range(9))
+    assert ask_all(range(9), ask, num_workers=3, title="asking", unit="items") == list(range(9))
     assert most == 3
 
 
@@ -140,7 +140,7 @@ def test_the_first_failure_ends_the_run() -> None:
         raise InvalidRequestError(f"item {item}")
 
     with pytest.raises(InvalidRequestError, match="item 0"):
-        ask_all(range(1000), ask, num_workers=1, title="items")
+        ask_all(range(1000), ask, num_workers=1, title="asking", unit="items")
     assert len(asked) < 1000
 
 

@@ -32,7 +32,11 @@ def run(options: argparse.Namespace) -> int:
     with target_of(options, text) as target:
         _refuse_long(options.window_tokens, target)
         scored = ask_all(
-            cut, lambda window: score(target, ids, window), num_workers=target.num_workers, title="windows"
+            cut,
+            lambda window: score(target, ids, window),
+            num_workers=target.num_workers,
+            title="scoring",
+            unit="windows",
         )
         result = {
             **head("bpb", target, text),

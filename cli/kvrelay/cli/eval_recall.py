@@ -34,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
                 lambda task: ask(target, text, task),
                 num_workers=target.num_workers,
                 title=f"pass {number + 1} of {options.repeat}",
+                unit="prompts",
             )
             for number in range(options.repeat)
         ]

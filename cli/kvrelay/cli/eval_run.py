@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from kvrelay.bench import report
 from kvrelay.cli.eval_target import Target, Text
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from kvrelay.cli.progress import new_progress
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -41,9 +38,9 @@ def target_of(options: argparse.Namespace, text: Text) -> Iterator[Target]:
         yield FolderTarget(text)
 
 
-def ask_all(items: Sequence[T], ask: Callable[[T], R], *, num_workers: int, title: str) -> list[R]:
+def ask_all(items: Sequence[T], ask: Callable[[T], R], *, num_workers: int, title: str, unit: str) -> list[R]:
     """Return the answers in order, asked by `num_workers` threads; the first failure ends the rest."""
-    with ThreadPoolExecutor(num_workers) as pool, _bar() as bar:
+    with ThreadPoolExecutor(num_workers) as pool, new_progress(unit=unit) as bar:
         task = bar.add_task(title, total=len(items))
         futures = [pool.submit(ask, item) for item in items]
         try:
@@ -52,9 +49,8 @@ def ask_all(items: Sequence[T], ask: Callable[[T], R], *, num_workers: int, titl
                 found.append(future.result())
                 bar.update(task, advance=1)
             return found
-        except BaseException:
+        finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 def head(name: str, target: Target, text: Text) -> dict[str, Any]:
@@ -78,18 +74,3 @@ def publish(options: argparse.Namespace, result: dict[str, Any], *, in_words: Ca
         in_words(result)
     if options.out:
         Path(options.out).write_text(whole + "\n", encoding="utf-8")
-
-
-def _bar() -> Progress:
-    from rich.console import Console  # noqa: PLC0415
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )

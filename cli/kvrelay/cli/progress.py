@@ -1,4 +1,4 @@
-"""One live line on stderr while a prompt is prefilled; gone when the answer begins."""
+"""Live lines on stderr: one while a prompt is prefilled, gone when the answer begins, and bars of longer work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PrefillLine:
         if not sys.stderr.isatty():
             return
         if self._progress is None or self._task is None:
-            self._progress = _new_progress()
+            self._progress = new_progress(unit="tokens")
             self._task = self._progress.add_task("prefill", total=total_tokens)
             self._progress.start()
         self._progress.update(self._task, completed=done_tokens, total=total_tokens)
@@ -42,7 +42,8 @@ class PrefillLine:
             self._progress = None
 
 
-def _new_progress() -> Progress:
+def new_progress(*, unit: str) -> Progress:
+    """Return a bar on stderr that leaves no trace; it shows nothing unless that is a terminal."""
     from rich.console import Console  # noqa: PLC0415 - only for a terminal
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
@@ -50,8 +51,9 @@ def _new_progress() -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("tokens"),
+        TextColumn(unit),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
+        disable=not sys.stderr.isatty(),
     )
