@@ -7,7 +7,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I proto --plugin=protoc-gen-mypy=$(
 	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: install demo test test-full check format format-check lint types proto stubs-check wheel-check clean
+.PHONY: install demo test test-full compose-test compose-smoke check format format-check lint types proto stubs-check wheel-check clean
 
 install: $(VENV)/.installed
 
@@ -22,10 +22,20 @@ demo: install
 	$(BIN)/python -m kvrelay.cli.demo
 
 test: install
-	$(PYTEST) -m "not full and not gpu"
+	$(PYTEST) -m "not full and not gpu and not compose"
 
 test-full: install
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not compose"
+	$(MAKE) --no-print-directory compose-test
+
+# The compose file's cpu profile in real containers; needs root, docker-compose and a Docker engine. Without a registry
+# of images set KVRELAY_BASE_IMAGE and KVRELAY_REDIS_IMAGE to local ones (tests/compose/base_image.sh makes one for both).
+compose-test: install
+	$(PYTEST) -v -m compose tests/compose
+
+# One answer out of containers, for CI.
+compose-smoke: install
+	$(PYTEST) -v -m compose tests/compose -k "answered"
 
 check: format-check lint types test
 

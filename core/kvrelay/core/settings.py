@@ -45,6 +45,7 @@ class CommonSettings(BaseSettings):
     advertise: str = Field("", description="host:port told to the others; empty = the bound or this host's address")
     index_url: str = Field("redis://127.0.0.1:6379/0", description="Redis-protocol server of the index and registry")
     log_level: LogLevel = Field("info", description="debug, info, warning or error")
+    metrics_listen: str = Field("", description="host:port of the Prometheus endpoint; empty = none, port 0 = any free")
     max_message_mib: int = Field(32, ge=1, le=1024, description="largest gRPC message in MiB; 4 bytes per prompt token")
     max_request_s: float = Field(600.0, gt=0, description="time limit of a request whose client sets none")
     lease_s: float = Field(5.0, ge=0.5, description="a session whose holder is silent this long is aborted")

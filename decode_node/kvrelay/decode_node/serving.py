@@ -8,6 +8,9 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
+from kvrelay.core import telemetry
 from kvrelay.core.address import advertised
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.decode_node.admission import PageBook
@@ -29,6 +32,7 @@ from kvrelay.kv_transfer.hub_values import HubCallbacks
 from kvrelay.kv_transfer.pool_agent import local_pool
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.proto.convert import incarnation_to_pb
+from kvrelay.proto.node_metrics import NodeMetrics
 from kvrelay.proto.server import Server
 from kvrelay.proto.server import serve as serve_grpc
 from kvrelay.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, fleet_pb2
@@ -83,6 +87,7 @@ class DecodeServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: Server
         self._advertised: str
+        self._metrics: telemetry.MetricsEndpoint | None = None
 
     def _data_plane(self, loop: asyncio.AbstractEventLoop) -> tuple[TransferThread, ReaderHub]:
         compute, settings, node = self._compute, self._settings, self.node
@@ -132,6 +137,9 @@ class DecodeServer:
             bound=self._server.endpoint, advertise=self._settings.advertise, index_url=self._settings.index_url
         )
         self._hub.endpoint = self.endpoint
+        registry = CollectorRegistry()
+        registry.register(NodeMetrics(Role.DECODE, self._stats_now, asyncio.get_running_loop()))
+        self._metrics = telemetry.serve(self._settings.metrics_listen, registry)
         self._steps.start()
         self._lease.start()
         await self._writer.start()
@@ -157,6 +165,8 @@ class DecodeServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.stop)
         await self._presence.leave(self.node.incarnation)
         await self._writer.stop()
         await self._server.stop(_STOP_GRACE_S)
@@ -169,6 +179,9 @@ class DecodeServer:
             sessions=self._hub.stats().sessions,
             counters=(self._hub.counters.values, self._transfer.counters.values, self._writer.counters.values),
         )
+
+    async def _stats_now(self) -> common_pb2.NodeStats:
+        return self.stats()
 
     def _tick(self) -> None:
         self.node.tick()

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
+from kvrelay.core import telemetry
 from kvrelay.core.address import advertised
 from kvrelay.core.clock import monotonic
 from kvrelay.core.lifecycle import StopSignals, announce_ready
-from kvrelay.core.types import Counters, Incarnation
+from kvrelay.core.types import Counters, Incarnation, Role
 from kvrelay.prefill_node.compute import Compute, align_tokens
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.group import RingGroup
@@ -25,6 +28,7 @@ from kvrelay.prefill_node.registration import LeaseThread
 from kvrelay.prefill_node.servicer import NodeFacts, PrefillServicer
 from kvrelay.prefill_node.settings import PrefillSettings
 from kvrelay.proto.convert import incarnation_to_pb
+from kvrelay.proto.node_metrics import NodeMetrics
 from kvrelay.proto.server import Server
 from kvrelay.proto.server import serve as serve_grpc
 from kvrelay.proto.v1 import fleet_pb2, prefill_pb2, prefill_pb2_grpc
@@ -103,6 +107,9 @@ async def serve(
         record=lambda: _record(settings, facts, leader, servicer, endpoint, sum(rank.num_pages for rank in ranks)),
         on_replaced=lambda: loop.call_soon_threadsafe(stop.ask),
     )
+    registry = CollectorRegistry()
+    registry.register(NodeMetrics(Role.PREFILL, servicer.stats, loop))
+    metrics = telemetry.serve(settings.metrics_listen, registry)
     await published.start()
     await server.set_serving(True)
     await asyncio.to_thread(registration.start, wait_s=_REGISTER_WAIT_S)
@@ -117,6 +124,8 @@ async def serve(
     leader.shut_down()
     await step_ended.wait()
     health.cancel()
+    if metrics is not None:
+        await asyncio.to_thread(metrics.stop)
     await asyncio.to_thread(registration.stop)
     await published.stop()
     await server.stop(_STOP_GRACE_S)

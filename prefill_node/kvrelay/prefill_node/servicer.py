@@ -123,6 +123,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
     async def Stats(
         self, request: common_pb2.StatsRequest, context: aio.ServicerContext[Any, Any]
     ) -> common_pb2.NodeStats:
+        return await self.stats()
+
+    async def stats(self) -> common_pb2.NodeStats:
+        """Return the account of all ranks, taken between two steps."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[common_pb2.NodeStats] = loop.create_future()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import uvloop
 from grpc import aio
 
+from kvrelay.core import telemetry
 from kvrelay.core.address import advertised
 from kvrelay.core.lifecycle import StopSignals, announce_ready, new_incarnation, set_up_logging
 from kvrelay.core.settings import load
@@ -21,6 +22,7 @@ from kvrelay.router.attempt import Background, Shared
 from kvrelay.router.fleet import FleetView
 from kvrelay.router.fleet_servicer import FleetServicer
 from kvrelay.router.leases import LeaseKeeper
+from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.model_files import read_model_files
 from kvrelay.router.orchestrate import Orchestrator
 from kvrelay.router.placement import missing_for_service
@@ -58,7 +60,10 @@ class Router:
         placer = IndexPlacer(self.fleet, self._reader, long_prompt_tokens=settings.long_prompt_tokens)
         shared = Shared(self.id, self.fleet, self._leases, self._background)
         orchestrator = Orchestrator(shared, placer, settings.max_retries)
-        self.inference = InferenceServicer(settings, files, self.fleet, placer, orchestrator)
+        self.metrics = RouterMetrics()
+        self.inference = InferenceServicer(settings, files, self.fleet, placer, orchestrator, self.metrics)
+        self.metrics.watch(records=self.fleet.records, num_active=lambda: self.inference.num_active)
+        self._metrics_endpoint: telemetry.MetricsEndpoint | None = None
         self._server: server.Server | None = None
         self._missing: str | None = "nothing is known of the fleet yet"
 
@@ -73,6 +78,7 @@ class Router:
             ),
             max_message_bytes=self._settings.max_message_bytes,
         )
+        self._metrics_endpoint = telemetry.serve(self._settings.metrics_listen, self.metrics.registry)
         self._leases.start()
         await self.fleet.start()
         return advertised(
@@ -86,6 +92,8 @@ class Router:
         await self._background.wait()
         await self.fleet.stop()
         await asyncio.to_thread(self._leases.stop)
+        if self._metrics_endpoint is not None:
+            await asyncio.to_thread(self._metrics_endpoint.stop)
         await self._registry.close()
         await self._reader.close()
 

@@ -13,12 +13,13 @@ import numpy.typing as npt
 from grpc import aio
 
 from kvrelay.core.clock import Deadline
-from kvrelay.core.errors import DeadlineError, InvalidRequestError, UnavailableError
+from kvrelay.core.errors import DeadlineError, InvalidRequestError, ServeError, Status, UnavailableError
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.types import FinishReason
 from kvrelay.proto.v1 import inference_pb2 as pb
 from kvrelay.proto.v1 import inference_pb2_grpc
 from kvrelay.router.fleet import FleetView
+from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.model_files import ModelFiles
 from kvrelay.router.orchestrate import (
     EndEvent,
@@ -52,6 +53,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         fleet: FleetView,
         placer: IndexPlacer,
         orchestrator: Orchestrator,
+        metrics: RouterMetrics,
     ) -> None:
         self._settings = settings
         self._files = files
@@ -59,6 +61,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._fleet = fleet
         self._placer = placer
         self._orchestrator = orchestrator
+        self._metrics = metrics
         self.num_active = 0
 
     async def Generate(  # type: ignore[override]  # events are written, so that one task owns the request and its time
@@ -68,16 +71,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         left_s = context.time_remaining()
         limit_s = self._settings.max_request_s if left_s is None else left_s
         self.num_active += 1
+        status = Status.UNKNOWN.name
         try:
             async with grpc_status(context):
                 try:
                     async with asyncio.timeout(limit_s):
                         valid = await self._let_in(request, timer)
                         await self._run(valid, context, timer, Deadline.after(limit_s))
+                        status = "ok"
                 except TimeoutError as err:
+                    status = Status.DEADLINE_EXCEEDED.name
                     raise DeadlineError(f"the request did not end within its {limit_s:.3g} s") from err
+                except ServeError as err:
+                    status = err.status.name
+                    raise
+        except asyncio.CancelledError:
+            status = Status.CANCELLED.name
+            raise
         finally:
             self.num_active -= 1
+            self._metrics.ended(status)
 
     async def ModelInfo(
         self, request: pb.ModelInfoRequest, context: aio.ServicerContext[Any, Any]
@@ -127,13 +140,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         at_prefill = len(output.token_ids) == 1
         usage = replace(run.usage, completion_tokens=len(output.token_ids))
         placement = placement_to_pb(run.placed, with_decode=not at_prefill)
-        await stream.finished(reason, placement, usage, timer.split())
+        time = timer.split()
+        self._metrics.finished(time, usage)
+        await stream.finished(reason, placement, usage, time)
 
     async def _follow(self, run: Run, stream: ClientStream, *, seed: int) -> FinishReason:
         """Pass on events until the end, or a stop string: leaving early ends both legs."""
+        pace = self._metrics.pace()
         async with aclosing(run.events()) as events:
             async for event in events:
                 if isinstance(event, PlacedEvent):
+                    self._metrics.placed(event.placed.confidence)
                     await stream.accepted(event.placed, seed=seed)
                 elif isinstance(event, ProgressEvent):
                     if not stream.output.token_ids:  # else a retry goes on behind tokens that the client has
@@ -142,6 +159,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     await stream.prompt_logprobs(event.logprobs)
                 elif isinstance(event, TokensEvent):
                     assert run.placed is not None, "tokens come from nodes"
+                    pace.tokens(len(event.tokens))
                     self._placer.computed(run.placed)
                     await stream.tokens(stream.output.take(event.tokens))
                     if stream.output.stopped:
