@@ -252,6 +252,15 @@ def test_a_fence_that_is_overdue_quarantines_the_pages_until_it_comes(state: Sta
     assert feed(session, DONE, now_s=500.0) == (ev.FreePages(),)
 
 
+def test_a_part_that_never_lands_is_missed_once_its_writer_has_seen_all_writes_end() -> None:
+    session = in_state(State.RECEIVING)
+    feed(session, ev.ManifestIn(MANIFEST), DONE, now_s=5.0)
+    assert feed(session, landed(PARTS[1]), now_s=6.0) == ()
+    assert feed(session, ev.Tick(), now_s=7.9) == ()
+
+    assert ev.Fail(f"rank 0: 1 of its {len(PARTS)} parts never landed") in feed(session, ev.Tick(), now_s=8.0)
+
+
 def test_a_lease_ends_it_unless_renewed_and_not_once_admitted() -> None:
     session = in_state(State.ATTACHED)
     feed(session, ev.Renew(LEASE_S), now_s=LEASE_S - 1)

@@ -19,6 +19,8 @@ from kvrelay.kv_transfer.values import FenceProof, Manifest, Part, Reservation
 
 _BEFORE_ADMISSION = frozenset({State.RESERVED, State.ATTACHED, State.RECEIVING, State.SEALED})
 _AWAITS_FENCES = frozenset({State.RELEASED, State.ABORTING})
+# A notice follows its write within milliseconds; of a rank whose writes have all ended nothing more comes after this.
+_LOST_AFTER_S = 2.0
 
 
 @dataclass(slots=True)
@@ -29,6 +31,7 @@ class _Rank:
     listed: dict[int, Part] | None = None  # its manifest
     landed: dict[int, Part] = field(default_factory=dict)  # verified parts
     proof: FenceProof | None = None
+    quiet_since_s: float | None = None  # all its writes have ended, and nothing landed since
 
     @property
     def complete(self) -> bool:
@@ -168,6 +171,8 @@ class ReaderSession:
             return self._abort(f"{name}: not what the manifest says", now_s)
         self._coverage.add(part.layer, part.tokens)
         rank.landed[part.part_id] = part
+        if rank.proof is not None:
+            rank.quiet_since_s = now_s
         self.landed_tokens += part.tokens.num_tokens
         if self.times.manifest_s is None or event.verified_at_s <= self.times.manifest_s:
             self.early_tokens += part.tokens.num_tokens
@@ -237,7 +242,7 @@ class ReaderSession:
             raise InvalidRequestError(f"{self._name}: no rank can report its own death")
         if rank.proof is not None:
             raise StaleMessageError(f"{self._name}: a second fence of rank {event.rank}")
-        rank.proof = event.proof
+        rank.proof, rank.quiet_since_s = event.proof, now_s
         if self.state in (State.ATTACHED, State.RECEIVING) and rank.listed is None:
             return self._abort(f"rank {event.rank} stopped before its manifest", now_s)
         return self._if_all_fenced()
@@ -288,6 +293,15 @@ class ReaderSession:
             if now_s >= self.waits_since_s + self._fence_timeout_s:
                 self.state = State.QUARANTINED
                 return [ev.Quarantine()]
+        return self._if_lost(now_s) if self.state is State.RECEIVING else []
+
+    def _if_lost(self, now_s: float) -> list[Action]:
+        """Give up when a rank has seen all its writes end and yet a part of it was not announced here."""
+        for number, rank in self._ranks.items():
+            quiet_s = 0.0 if rank.quiet_since_s is None else now_s - rank.quiet_since_s
+            if quiet_s >= _LOST_AFTER_S and rank.listed is not None and not rank.complete:
+                missing = len(rank.listed) - len(rank.landed)
+                return self._abort(f"rank {number}: {missing} of its {len(rank.listed)} parts never landed", now_s)
         return []
 
     def _attached(self, number: int) -> _Rank:
