@@ -1,4 +1,4 @@
-"""`kvrelay nodes` and `kvrelay drain`: what runs where, and taking a node out."""
+"""`kvrelay nodes`, `kvrelay drain` and `kvrelay fence`: what runs where, and taking a node out."""
 
 from __future__ import annotations
 
@@ -43,6 +43,20 @@ def run_drain(options: argparse.Namespace) -> int:
         return _failed(err)
     print(f"{options.node} is draining, {reply.active_requests} requests to finish")
     return 0
+
+
+def run_fence(options: argparse.Namespace) -> int:
+    """Tell the decode nodes that a node is dead; exit code 1 when one of them could not be told."""
+    request = fleet_pb2.FenceNodeRequest(name=options.node, start_id=options.start_id)
+    try:
+        with client.connect(options.endpoint) as channel:
+            reply = fleet_pb2_grpc.FleetStub(channel).FenceNode(request, timeout=CALL_TIMEOUT_S)
+    except grpc.RpcError as err:
+        return _failed(err)
+    print(f"{options.node} is fenced on {', '.join(sorted(reply.told)) or 'no node'}: {reply.pages} pages come back")
+    if reply.unreached:
+        print(f"not reached: {', '.join(sorted(reply.unreached))}", file=sys.stderr)
+    return 1 if reply.unreached else 0
 
 
 def as_dict(record: fleet_pb2.NodeRecord) -> dict[str, Any]:

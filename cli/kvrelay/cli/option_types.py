@@ -29,3 +29,14 @@ def shares(text: str) -> tuple[float, ...]:
             raise argparse.ArgumentTypeError(f"{part!r} is not in [0, 1]")
         found.append(value)
     return tuple(found)
+
+
+def start_id(text: str) -> int:
+    """Return the start id of a node's life, written as logs and `kvrelay nodes --json` do."""
+    try:
+        value = int(text, 16)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the hexadecimal id of a node's life")
+    return value

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvrelay.cli.defaults import ENDPOINT
 from kvrelay.cli.eval_options import add_eval
-from kvrelay.cli.option_types import positive, positives
+from kvrelay.cli.option_types import positive, positives, start_id
 
 # Role commands: what serves them. They parse their own options, which are also environment variables.
 ROLES = {
@@ -38,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands.add_parser("generate", help="send one prompt and stream the answer"))
     _add_nodes(commands.add_parser("nodes", help="what runs where"))
     _add_drain(commands.add_parser("drain", help="take a node out without losing a request"))
+    _add_fence(commands.add_parser("fence", help="say that a node is dead, so that pages kept from it come back"))
     _add_health(commands.add_parser("health", help="whether a server is ready; for probes"))
     _add_bench(commands.add_parser("bench", help="measure, side by side"))
     add_eval(commands.add_parser("eval", help="how well the model predicts text and recalls facts"))
@@ -111,6 +112,13 @@ def _add_drain(drain: argparse.ArgumentParser) -> None:
     drain.add_argument("node", metavar="NODE", help="name, as `kvrelay nodes` shows it")
     drain.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
     drain.set_defaults(run="kvrelay.cli.fleet:run_drain")
+
+
+def _add_fence(fence: argparse.ArgumentParser) -> None:
+    fence.add_argument("node", metavar="NODE", help="name of the dead node; make sure that its process is gone")
+    fence.add_argument("--start-id", type=start_id, default=0, metavar="HEX", help="this life of it only")
+    fence.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
+    fence.set_defaults(run="kvrelay.cli.fleet:run_fence")
 
 
 def _add_health(health: argparse.ArgumentParser) -> None:

@@ -82,9 +82,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
     ) -> common_pb2.NodeStats:
         return self._stats()
 
+    async def FenceWriter(
+        self, request: decode_pb2.FenceWriterRequest, context: aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.FenceWriterReply:
+        alive = convert.incarnation_from_pb(request.alive) if request.HasField("alive") else None
+        writer = request.writer
+        pages = self._hub.fence(writer.name, start_id=writer.start_id, alive=alive, why="fenced by an operator")
+        return decode_pb2.FenceWriterReply(pages=pages)
+
 
 def _ask(message: decode_pb2.ReserveRequest, max_request_s: float) -> Ask:
-    timeout_s = message.timeout_ms / 1000 if message.timeout_ms else max_request_s
     return Ask(
         request=request_from_pb(message.request),
         node=convert.incarnation_from_pb(message.node),
@@ -96,7 +103,7 @@ def _ask(message: decode_pb2.ReserveRequest, max_request_s: float) -> Ask:
         sampling=convert.sampling_from_pb(message.sampling),
         fingerprint=message.layout_fingerprint,
         prefix_seed=message.prefix_seed,
-        timeout_s=min(timeout_s, max_request_s),
+        timeout_s=message.timeout_ms / 1000 if message.timeout_ms else max_request_s,
     )
 
 

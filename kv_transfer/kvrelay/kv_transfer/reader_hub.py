@@ -177,6 +177,23 @@ class ReaderHub:
             if entry.session.reservation.writer == writer and entry.session.state is not State.FREE:
                 self._sessions.feed(entry, ev.WriterDead(why))
 
+    def fence(self, name: str, *, start_id: int, alive: Incarnation | None, why: str) -> int:
+        """Take lives of a writer for dead: the one with `start_id`, or for 0 every one that sessions are about, except
+        `alive`. Return how many pages their writes could reach.
+        """
+        lives = {
+            writer
+            for writer in self.open_writers()
+            if writer.name == name and writer != alive and start_id in (0, writer.start_id)
+        }
+        if start_id and (meant := Incarnation(name, start_id)) != alive:
+            lives.add(meant)  # it gets no new reservation either
+        sessions = [entry.session.reservation for entry in self._sessions.all()]
+        pages = sum(len(one.pages) for one in sessions if one.writer in lives)
+        for life in lives:
+            self.writer_dead(life, why)
+        return pages
+
     def open_writers(self) -> frozenset[Incarnation]:
         """Return the writers that some session is still about, to be compared with the registry."""
         return frozenset(entry.session.reservation.writer for entry in self._sessions.all())

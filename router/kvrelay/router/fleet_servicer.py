@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from grpc import aio
@@ -9,14 +10,15 @@ from grpc import aio
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.grpc_status import from_rpc_error, grpc_status
 from kvrelay.core.types import Role
-from kvrelay.proto.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc
-from kvrelay.router.fleet import FleetView
+from kvrelay.proto.v1 import common_pb2, decode_pb2, fleet_pb2, fleet_pb2_grpc
+from kvrelay.router.fleet import FleetView, view_of
 
 _DRAIN_TIMEOUT_S = 5.0
+_FENCE_TIMEOUT_S = 5.0
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServicer):
-    """Lists nodes and drains them."""
+    """Lists nodes, drains them, and fences dead ones."""
 
     def __init__(self, fleet: FleetView) -> None:
         self._fleet = fleet
@@ -31,6 +33,41 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
     ) -> fleet_pb2.DrainNodeReply:
         async with grpc_status(context):
             return fleet_pb2.DrainNodeReply(active_requests=await self._drain(request.name))
+
+    async def FenceNode(
+        self, request: fleet_pb2.FenceNodeRequest, context: aio.ServicerContext[Any, Any]
+    ) -> fleet_pb2.FenceNodeReply:
+        async with grpc_status(context):
+            return await self._fence(request)
+
+    async def _fence(self, request: fleet_pb2.FenceNodeRequest) -> fleet_pb2.FenceNodeReply:
+        """Tell every decode node, draining ones too.
+
+        Raises:
+            InvalidRequestError: no name, or the life that is meant is registered.
+        """
+        if not request.name:
+            raise InvalidRequestError("the name of the node to fence is empty")
+        records = self._fleet.records()
+        alive = next((one.node for one in records if one.node.name == request.name), None)
+        if alive is not None and alive.start_id == request.start_id:
+            raise InvalidRequestError(f"this life of {request.name} is registered: it is alive; drain it")
+        asked = decode_pb2.FenceWriterRequest(
+            writer=common_pb2.Incarnation(name=request.name, start_id=request.start_id), alive=alive
+        )
+        nodes = [one for one in map(view_of, records) if one is not None and one.role is Role.DECODE]
+        calls = (self._fleet.decode(node).FenceWriter(asked, timeout=_FENCE_TIMEOUT_S) for node in nodes)
+        replies = await asyncio.gather(*calls, return_exceptions=True)
+        reply = fleet_pb2.FenceNodeReply()
+        for node, answer in zip(nodes, replies, strict=True):
+            if isinstance(answer, aio.AioRpcError):
+                reply.unreached.append(node.incarnation.name)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                reply.told.append(node.incarnation.name)
+                reply.pages += answer.pages
+        return reply
 
     async def _drain(self, name: str) -> int:
         node = self._fleet.find(name)

@@ -21,6 +21,54 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class FenceWriterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WRITER_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def writer(self) -> _common_pb2.Incarnation:
+        """Name of the prefill node, and the life that is meant; start_id 0 = every life but `alive`."""
+
+    @_builtins.property
+    def alive(self) -> _common_pb2.Incarnation:
+        """Its registered life, which is not touched; unset when there is none."""
+
+    def __init__(
+        self,
+        *,
+        writer: _common_pb2.Incarnation | None = ...,
+        alive: _common_pb2.Incarnation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "writer", b"writer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "writer", b"writer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FenceWriterRequest: _TypeAlias = FenceWriterRequest  # noqa: Y015
+
+@_typing.final
+class FenceWriterReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGES_FIELD_NUMBER: _builtins.int
+    pages: _builtins.int
+    """Pages of this node that its writes could reach."""
+    def __init__(
+        self,
+        *,
+        pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FenceWriterReply: _TypeAlias = FenceWriterReply  # noqa: Y015
+
+@_typing.final
 class ReserveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -72,6 +72,11 @@ class DecodeNodeStub(object):
                 request_serializer=kvrelay_dot_proto_dot_v1_dot_common__pb2.StatsRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_proto_dot_v1_dot_common__pb2.NodeStats.FromString,
                 _registered_method=True)
+        self.FenceWriter = channel.unary_unary(
+                '/kvrelay.v1.DecodeNode/FenceWriter',
+                request_serializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.FenceWriterRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.FenceWriterReply.FromString,
+                _registered_method=True)
 
 
 class DecodeNodeServicer(object):
@@ -125,6 +130,14 @@ class DecodeNodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FenceWriter(self, request, context):
+        """Takes a writer for dead, on an operator's word: its reservations end, and its pages come back once what it left in
+        this node's sockets is drained. Legal as often as one likes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeNodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -162,6 +175,11 @@ def add_DecodeNodeServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=kvrelay_dot_proto_dot_v1_dot_common__pb2.StatsRequest.FromString,
                     response_serializer=kvrelay_dot_proto_dot_v1_dot_common__pb2.NodeStats.SerializeToString,
+            ),
+            'FenceWriter': grpc.unary_unary_rpc_method_handler(
+                    servicer.FenceWriter,
+                    request_deserializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.FenceWriterRequest.FromString,
+                    response_serializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.FenceWriterReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -354,6 +372,33 @@ class DecodeNode(object):
             '/kvrelay.v1.DecodeNode/Stats',
             kvrelay_dot_proto_dot_v1_dot_common__pb2.StatsRequest.SerializeToString,
             kvrelay_dot_proto_dot_v1_dot_common__pb2.NodeStats.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FenceWriter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.DecodeNode/FenceWriter',
+            kvrelay_dot_proto_dot_v1_dot_decode__pb2.FenceWriterRequest.SerializeToString,
+            kvrelay_dot_proto_dot_v1_dot_decode__pb2.FenceWriterReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,10 @@ class DecodeNodeStub:
     Renew: _grpc.UnaryUnaryMultiCallable[_common_pb2.RenewRequest, _common_pb2.RenewReply]
     Drain: _grpc.UnaryUnaryMultiCallable[_common_pb2.DrainRequest, _common_pb2.DrainReply]
     Stats: _grpc.UnaryUnaryMultiCallable[_common_pb2.StatsRequest, _common_pb2.NodeStats]
+    FenceWriter: _grpc.UnaryUnaryMultiCallable[_decode_pb2.FenceWriterRequest, _decode_pb2.FenceWriterReply]
+    """Takes a writer for dead, on an operator's word: its reservations end, and its pages come back once what it left in
+    this node's sockets is drained. Legal as often as one likes.
+    """
 
 @_typing.type_check_only
 class DecodeNodeAsyncStub(DecodeNodeStub):
@@ -67,6 +71,10 @@ class DecodeNodeAsyncStub(DecodeNodeStub):
     Renew: _aio.UnaryUnaryMultiCallable[_common_pb2.RenewRequest, _common_pb2.RenewReply]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_common_pb2.DrainRequest, _common_pb2.DrainReply]  # type: ignore[assignment]
     Stats: _aio.UnaryUnaryMultiCallable[_common_pb2.StatsRequest, _common_pb2.NodeStats]  # type: ignore[assignment]
+    FenceWriter: _aio.UnaryUnaryMultiCallable[_decode_pb2.FenceWriterRequest, _decode_pb2.FenceWriterReply]  # type: ignore[assignment]
+    """Takes a writer for dead, on an operator's word: its reservations end, and its pages come back once what it left in
+    this node's sockets is drained. Legal as often as one likes.
+    """
 
 class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
     """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach)."""
@@ -125,5 +133,15 @@ class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _common_pb2.StatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.NodeStats, _abc.Awaitable[_common_pb2.NodeStats]]: ...
+
+    @_abc_1.abstractmethod
+    def FenceWriter(
+        self,
+        request: _decode_pb2.FenceWriterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.FenceWriterReply, _abc.Awaitable[_decode_pb2.FenceWriterReply]]:
+        """Takes a writer for dead, on an operator's word: its reservations end, and its pages come back once what it left in
+        this node's sockets is drained. Legal as often as one likes.
+        """
 
 def add_DecodeNodeServicer_to_server(servicer: DecodeNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

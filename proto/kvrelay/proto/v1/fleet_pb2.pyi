@@ -180,3 +180,59 @@ class DrainNodeReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainNodeReply: _TypeAlias = DrainNodeReply  # noqa: Y015
+
+@_typing.final
+class FenceNodeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    START_ID_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The node that is dead, by name. A life of it that is registered now is alive, and never fenced."""
+    start_id: _builtins.int
+    """Fence only this life of it; unset or 0 = every life but a registered one."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        start_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "start_id", b"start_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FenceNodeRequest: _TypeAlias = FenceNodeRequest  # noqa: Y015
+
+@_typing.final
+class FenceNodeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOLD_FIELD_NUMBER: _builtins.int
+    UNREACHED_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    pages: _builtins.int
+    """Pages that come back, on all nodes together, within about a second."""
+    @_builtins.property
+    def told(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Decode nodes that took note."""
+
+    @_builtins.property
+    def unreached(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Decode nodes that could not be reached; they still keep the pages."""
+
+    def __init__(
+        self,
+        *,
+        told: _abc.Iterable[_builtins.str] | None = ...,
+        unreached: _abc.Iterable[_builtins.str] | None = ...,
+        pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages", "told", b"told", "unreached", b"unreached"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FenceNodeReply: _TypeAlias = FenceNodeReply  # noqa: Y015

@@ -45,6 +45,11 @@ class FleetStub(object):
                 request_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.DrainNodeRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.DrainNodeReply.FromString,
                 _registered_method=True)
+        self.FenceNode = channel.unary_unary(
+                '/kvrelay.v1.Fleet/FenceNode',
+                request_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.FenceNodeRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.FenceNodeReply.FromString,
+                _registered_method=True)
 
 
 class FleetServicer(object):
@@ -64,6 +69,14 @@ class FleetServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FenceNode(self, request, context):
+        """An operator's word that the process of a node is dead and can write nothing more: decode nodes take back the pages
+        that they keep from it. Wrong when the process is only stopped or cut off: it may then write into pages in use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +89,11 @@ def add_FleetServicer_to_server(servicer, server):
                     servicer.DrainNode,
                     request_deserializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.DrainNodeRequest.FromString,
                     response_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.DrainNodeReply.SerializeToString,
+            ),
+            'FenceNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.FenceNode,
+                    request_deserializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.FenceNodeRequest.FromString,
+                    response_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.FenceNodeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +151,33 @@ class Fleet(object):
             '/kvrelay.v1.Fleet/DrainNode',
             kvrelay_dot_proto_dot_v1_dot_fleet__pb2.DrainNodeRequest.SerializeToString,
             kvrelay_dot_proto_dot_v1_dot_fleet__pb2.DrainNodeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FenceNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Fleet/FenceNode',
+            kvrelay_dot_proto_dot_v1_dot_fleet__pb2.FenceNodeRequest.SerializeToString,
+            kvrelay_dot_proto_dot_v1_dot_fleet__pb2.FenceNodeReply.FromString,
             options,
             channel_credentials,
             insecure,

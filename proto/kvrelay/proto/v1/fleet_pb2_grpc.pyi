@@ -36,6 +36,10 @@ class FleetStub:
     ListNodes: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListNodesRequest, _fleet_pb2.ListNodesReply]
     DrainNode: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.DrainNodeRequest, _fleet_pb2.DrainNodeReply]
     """Places nothing more on a node; it finishes what it has and exits."""
+    FenceNode: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.FenceNodeRequest, _fleet_pb2.FenceNodeReply]
+    """An operator's word that the process of a node is dead and can write nothing more: decode nodes take back the pages
+    that they keep from it. Wrong when the process is only stopped or cut off: it may then write into pages in use.
+    """
 
 @_typing.type_check_only
 class FleetAsyncStub(FleetStub):
@@ -45,6 +49,10 @@ class FleetAsyncStub(FleetStub):
     ListNodes: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListNodesRequest, _fleet_pb2.ListNodesReply]  # type: ignore[assignment]
     DrainNode: _aio.UnaryUnaryMultiCallable[_fleet_pb2.DrainNodeRequest, _fleet_pb2.DrainNodeReply]  # type: ignore[assignment]
     """Places nothing more on a node; it finishes what it has and exits."""
+    FenceNode: _aio.UnaryUnaryMultiCallable[_fleet_pb2.FenceNodeRequest, _fleet_pb2.FenceNodeReply]  # type: ignore[assignment]
+    """An operator's word that the process of a node is dead and can write nothing more: decode nodes take back the pages
+    that they keep from it. Wrong when the process is only stopped or cut off: it may then write into pages in use.
+    """
 
 class FleetServicer(metaclass=_abc_1.ABCMeta):
     """For operators. Served by the router."""
@@ -63,5 +71,15 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.DrainNodeReply, _abc.Awaitable[_fleet_pb2.DrainNodeReply]]:
         """Places nothing more on a node; it finishes what it has and exits."""
+
+    @_abc_1.abstractmethod
+    def FenceNode(
+        self,
+        request: _fleet_pb2.FenceNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.FenceNodeReply, _abc.Awaitable[_fleet_pb2.FenceNodeReply]]:
+        """An operator's word that the process of a node is dead and can write nothing more: decode nodes take back the pages
+        that they keep from it. Wrong when the process is only stopped or cut off: it may then write into pages in use.
+        """
 
 def add_FleetServicer_to_server(servicer: FleetServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
