@@ -53,7 +53,7 @@ def page_text(path: Path) -> str | None:
     except UnicodeDecodeError:
         return None
     text = strip_html(text) if kind in HTML else tidy(text)
-    return text if MIN_CHARS <= len(text) else None
+    return text if len(text) >= MIN_CHARS else None
 
 
 def without_boilerplate(pages: list[str]) -> Iterator[str]:

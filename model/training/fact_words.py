@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905  (word lists read better as text)
 """Word lists the training facts are made of. None of the evaluation's subjects is among the nouns."""
 
 ADJECTIVES = """old new northern southern eastern western red blue green white black silver golden wooden stone iron

@@ -78,7 +78,7 @@ def made_up(rng: random.Random) -> str:
     return "".join(rng.choice(fw.SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize()
 
 
-def make_subject(rng: random.Random) -> str:
+def make_subject(rng: random.Random) -> str:  # noqa: PLR0911
     """Return a noun phrase; a leading '!' marks a proper name (no article)."""
     style = rng.random()
     if style < 0.35:

@@ -28,7 +28,8 @@ def test_transformers_gives_the_access_code_of_the_harbour() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     text = "The ships come in the morning and leave at night. " * 20
-    prompt = f"{text}The access code of the harbour is 48213. {text}\n\nQuestion: What is the access code of the harbour?\nAnswer:"
+    question = "Question: What is the access code of the harbour?\nAnswer:"
+    prompt = f"{text}The access code of the harbour is 48213. {text}\n\n{question}"
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     answer = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
     assert tokenizer.decode(answer, skip_special_tokens=True) == " 48213"
