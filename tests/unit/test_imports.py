@@ -44,7 +44,12 @@ PURE = {
     "kvrelay.kvcache.block_table",
     "kvrelay.kvcache.prefix_cache",
     "kvrelay.prefill_node.scheduler",
+    "kvrelay.index.mirror_state",
+    "kvrelay.router.admission",
+    "kvrelay.router.cost",
+    "kvrelay.router.learned",
     "kvrelay.router.placement",
+    "kvrelay.router.score",
 }
 IMPURE_LIBRARIES = {
     "asyncio", "grpc", "nixl", "os", "pathlib", "redis", "socket", "subprocess", "threading", "time", "torch",

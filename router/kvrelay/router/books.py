@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.types import Incarnation
 from kvrelay.router.placement import Load, Pair
+
+RECENT_S = 3600.0  # work given to a node fades from what counts as its share with this time constant
+_MAX_REMEMBERED = 4096  # nodes whose recent work is remembered while they have nothing
 
 
 @dataclass(slots=True)
@@ -17,7 +22,18 @@ class _Account:
     requests: int = 0
     tokens: int = 0
     pages: int = 0
+    at_work: dict[int, Entry] = field(default_factory=dict)  # entries whose prompt is not computed, by identity
     blocks: Counter[bytes] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one request has on one node."""
+
+    node: Incarnation
+    tokens: int = 0
+    pages: int = 0
+    work_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -25,8 +41,10 @@ class Entry:
     """One placed request. Created by `Books.enter`."""
 
     books: Books
-    parts: tuple[tuple[Incarnation, int, int], ...]  # node, prompt tokens to compute, pages
+    shares: tuple[Share, ...]  # prefill first
     hashes: Sequence[bytes]
+    entered_s: float = 0.0
+    is_alone: bool = True  # nothing else was computed on its prefill node as long as it was
     is_computed: bool = False
     is_released: bool = False
 
@@ -34,8 +52,10 @@ class Entry:
         """The prompt is computed and no work ahead any more."""
         if not self.is_computed and not self.is_released:
             self.is_computed = True
-            for node, tokens, _ in self.parts:
-                self.books.accounts[node].tokens -= tokens
+            for share in self.shares:
+                account = self.books.accounts[share.node]
+                account.tokens -= share.tokens
+                account.at_work.pop(id(self), None)
 
     def release(self) -> None:
         """The request has ended; the second time nothing happens."""
@@ -48,23 +68,47 @@ class Entry:
 class Books:
     """All placed requests. Memory is bounded by what is in work: an entry goes with its request."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = monotonic) -> None:
         self.accounts: dict[Incarnation, _Account] = {}
+        self._recent: dict[Incarnation, tuple[float, float]] = {}  # node -> (work in seconds, as of when)
+        self._clock = clock
 
     def enter(self, pair: Pair, *, decode_pages: int, hashes: Sequence[bytes]) -> Entry:
-        parts = [(pair.prefill.incarnation, pair.remaining_tokens, 0)]
+        node = pair.prefill.incarnation
+        shares = [Share(node, tokens=pair.remaining_tokens, work_s=pair.work_s)]
         if pair.decode is not None:
-            parts.append((pair.decode.incarnation, 0, decode_pages))
-        for node, tokens, pages in parts:
-            account = self.accounts.setdefault(node, _Account())
+            shares.append(Share(pair.decode.incarnation, pages=decode_pages))
+        for share in shares:
+            account = self.accounts.setdefault(share.node, _Account())
             account.requests += 1
-            account.tokens += tokens
-            account.pages += pages
+            account.tokens += share.tokens
+            account.pages += share.pages
             account.blocks.update(hashes)
-        return Entry(self, tuple(parts), hashes)
+        self._recent[node] = self._recent_s(node) + pair.work_s, self._clock()
+        if len(self._recent) > _MAX_REMEMBERED:
+            del self._recent[min(self._recent, key=lambda one: self._recent[one][1])]
+        entry = Entry(self, tuple(shares), hashes, self._clock())
+        at_work = self.accounts[node].at_work
+        for other in at_work.values():
+            other.is_alone = entry.is_alone = False
+        at_work[id(entry)] = entry
+        return entry
 
     def loads(self) -> Mapping[Incarnation, Load]:
-        return {node: Load(one.requests, one.tokens, one.pages) for node, one in self.accounts.items()}
+        """Return the load of every node that has any, now or lately."""
+        loads = {
+            node: Load(
+                one.requests,
+                one.tokens,
+                one.pages,
+                tuple(entry.shares[0].work_s for entry in one.at_work.values()),
+                self._recent_s(node),
+            )
+            for node, one in self.accounts.items()
+        }
+        for node in self._recent.keys() - loads.keys():
+            loads[node] = Load(recent_s=self._recent_s(node))
+        return loads
 
     def tentative_blocks(self, hashes: Sequence[bytes]) -> dict[Incarnation, int]:
         """Return how many leading blocks of a prompt each node has or will have by the requests placed on it."""
@@ -77,13 +121,17 @@ class Books:
 
     def remove(self, entry: Entry) -> None:
         """For `Entry.release`."""
-        for node, _, pages in entry.parts:
-            account = self.accounts[node]
+        for share in entry.shares:
+            account = self.accounts[share.node]
             account.requests -= 1
-            account.pages -= pages
+            account.pages -= share.pages
+            account.blocks.subtract(entry.hashes)
             for one in entry.hashes:
-                account.blocks[one] -= 1
-                if not account.blocks[one]:
+                if account.blocks[one] <= 0:
                     del account.blocks[one]
             if not account.requests:
-                del self.accounts[node]
+                del self.accounts[share.node]
+
+    def _recent_s(self, node: Incarnation) -> float:
+        work_s, as_of_s = self._recent.get(node, (0.0, 0.0))
+        return work_s * math.exp((as_of_s - self._clock()) / RECENT_S) if work_s else 0.0

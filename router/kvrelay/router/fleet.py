@@ -16,6 +16,7 @@ from kvrelay.index.registry import NodeRegistry
 from kvrelay.proto import convert
 from kvrelay.proto.server import connect
 from kvrelay.proto.v1 import decode_pb2_grpc, fleet_pb2, prefill_pb2_grpc
+from kvrelay.router.cost import DEFAULT_COST, NodeCost
 from kvrelay.router.peers import Node
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class NodeView:
     active_requests: int
     queued_tokens: int
     draining: bool
+    cost: NodeCost = DEFAULT_COST
 
 
 def view_of(record: fleet_pb2.NodeRecord) -> NodeView | None:

@@ -1,64 +1,25 @@
-"""Which nodes serve a request: filter, score, pick. Pure; every node that is left out has a reason.
+"""Which nodes serve a request: filter, score, pick. Pure; every node that is left out or loses has a reason.
 
-The cost of a prefill node is the work ahead of the request's first token there, in tokens of one rank. Long remainders
-are shared by the ring; for short ones a ring is a waste, and they pay for each further rank. A decode node costs its
-running sequences and the tokens that have to be relayed to it.
+Prefill and decode are chosen together: both of one page layout, by the sum of their costs and of the link between them.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvrelay.core.errors import InvalidRequestError, UnavailableError
-from kvrelay.core.types import Incarnation, Role
+from kvrelay.core.types import Role
+from kvrelay.router.score import NO_LOAD, Load, Question, Score, decode_score, prefill_score, work_s
 
 if TYPE_CHECKING:
     from kvrelay.router.fleet import NodeView
 
-# A token that this request computes weighs more than one it waits for: it also keeps everybody behind it waiting. So a
-# burst that shares a prefix waits for it in one place rather than computing it in each.
-OWN_WORK_WEIGHT = 2
-RELAY_TOKENS_PER_SEQUENCE = 4096  # relaying so many tokens weighs as much as one more running sequence
+__all__ = ["NO_LOAD", "Load", "Pair", "Question", "longest_served", "missing_for_service", "place", "usable_groups"]
 
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What this router has on a node now. Newer than the node's heartbeat; the larger of the two counts."""
-
-    requests: int = 0
-    tokens: int = 0  # prompt tokens to compute
-    pages: int = 0
-
-
-NO_LOAD = Load()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """Everything that a placement depends on, besides the nodes."""
-
-    prompt_tokens: int
-    total_tokens: int  # prompt and longest output
-    needs_decode: bool
-    long_prompt_tokens: int
-    cached_tokens: Mapping[Incarnation, int] = field(default_factory=dict)  # of the prompt, per node that has any
-    loads: Mapping[Incarnation, Load] = field(default_factory=dict)
-    avoid: frozenset[Incarnation] = frozenset()
-
-    def remaining(self, node: NodeView) -> int:
-        """Return the prompt tokens that a node must compute or get: never less than the last one."""
-        usable = min(self.cached_tokens.get(node.incarnation, 0), self.prompt_tokens - 1)
-        return self.prompt_tokens - usable // node.page_tokens * node.page_tokens
-
-    def load(self, node: NodeView) -> Load:
-        return self.loads.get(node.incarnation, NO_LOAD)
-
-    def pages(self, node: NodeView) -> int:
-        """Return the pages that the request takes of a node."""
-        num_tokens = self.prompt_tokens if node.role is Role.PREFILL else self.total_tokens
-        return -(-num_tokens // node.page_tokens)
+_JOINT = 8  # of each role, the best so many are tried in every combination
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +30,16 @@ class Pair:
     decode: NodeView | None  # None when nothing is to be decoded
     remaining_tokens: int  # that prefill has to compute
     refused: Mapping[str, str]  # node name -> why it was left out
+    work_s: float = field(default=0.0, compare=False)  # predicted time of computing them
+    scores: tuple[Score, ...] = field(default=(), compare=False)  # of every node that was not left out
+
+    def wait_s(self) -> float:
+        """Return the predicted wait for the work ahead."""
+        return next((one.parts["wait_s"] for one in self.scores if one.node is self.prefill), 0.0)
+
+    def step_s(self) -> float:
+        """Return the predicted time of a decode step with this request in it; 0 without a decode node."""
+        return next((one.step_s for one in self.scores if one.node is self.decode), 0.0)
 
 
 def usable_groups(nodes: Iterable[NodeView]) -> list[list[NodeView]]:
@@ -103,50 +74,53 @@ def place(nodes: Sequence[NodeView], question: Question) -> Pair:
         InvalidRequestError: no node could ever hold the request; names the pages.
         UnavailableError: no node can take it now; names every node and why not.
     """
-    refused = {node.incarnation: why for node in nodes if (why := _refusal(node, question)) is not None}
-    left = [node for node in nodes if node.incarnation not in refused]
-    choices: list[tuple[NodeView, NodeView | None]] = []
-    for layout in sorted({node.layout_fingerprint for node in left}):
-        group = [node for node in left if node.layout_fingerprint == layout]
-        prefill = _cheapest((node for node in group if node.role is Role.PREFILL), question)
-        decode = _cheapest((node for node in group if node.role is Role.DECODE), question)
-        if prefill is not None and (decode is not None or not question.needs_decode):
-            choices.append((prefill, decode if question.needs_decode else None))
-    names = {node.incarnation.name: refused[node.incarnation] for node in nodes if node.incarnation in refused}
+    refused = {node.incarnation.name: why for node in nodes if (why := _refusal(node, question)) is not None}
+    groups: dict[bytes, tuple[list[NodeView], list[NodeView]]] = {}
+    for node in nodes:
+        if node.incarnation.name not in refused:
+            both = groups.setdefault(node.layout_fingerprint, ([], []))
+            both[node.role is Role.DECODE].append(node)
+    scores: list[Score] = []
+    choices: list[tuple[Score, Score | None]] = []
+    for prefills, decodes in groups.values():
+        of_prefill = _prefill_scores(prefills, question)
+        of_decode = [decode_score(node, question) for node in decodes] if question.needs_decode else []
+        scores += [*of_prefill, *of_decode]
+        if of_prefill and (of_decode or not question.needs_decode):
+            choices.append(_best(of_prefill, of_decode, question))
     if not choices:
-        raise _none_left(nodes, question, names)
-    prefill, decode = min(choices, key=lambda pair: _order(pair[0], question))
-    return Pair(prefill, decode, question.remaining(prefill), names)
+        raise _none_left(nodes, question, refused)
+    prefill, decode = min(choices, key=lambda both: _order(both[0], both[1], question))
+    node = prefill.node
+    return Pair(
+        node, decode.node if decode else None, question.remaining(node), refused, work_s(node, question), tuple(scores)
+    )
 
 
-def prefill_cost(node: NodeView, question: Question) -> float:
-    """Return the work ahead on a prefill node, in tokens of one rank."""
-    waiting = max(node.queued_tokens, question.load(node).tokens)
-    remaining = question.remaining(node)
-    if remaining >= question.long_prompt_tokens:
-        return (waiting + OWN_WORK_WEIGHT * remaining) / node.ring_size
-    further_ranks = (node.ring_size - 1) * question.long_prompt_tokens
-    return waiting / node.ring_size + OWN_WORK_WEIGHT * (remaining + further_ranks)
+def _prefill_scores(nodes: Sequence[NodeView], question: Question) -> list[Score]:
+    least_s = min((question.load(node).recent_s for node in nodes), default=0.0)
+    return [prefill_score(node, question, least_recent_s=least_s) for node in nodes]
 
 
-def decode_cost(node: NodeView, question: Question) -> float:
-    """Return the load of a decode node with this request, in running sequences."""
-    active = max(node.active_requests, question.load(node).requests)
-    return active + question.remaining(node) / RELAY_TOKENS_PER_SEQUENCE
+def _best(prefills: list[Score], decodes: list[Score], question: Question) -> tuple[Score, Score | None]:
+    """Return the best pair. Only the link depends on both, so the best few of each role are enough to try."""
+    few = heapq.nsmallest(_JOINT, prefills, key=lambda one: one.order)
+    if not decodes:
+        return few[0], None
+    pairs = (
+        (prefill, decode) for prefill in few for decode in heapq.nsmallest(_JOINT, decodes, key=lambda one: one.order)
+    )
+    if not question.links:
+        return few[0], min(decodes, key=lambda one: one.order)
+    return min(pairs, key=lambda both: _order(both[0], both[1], question))
 
 
-def _cheapest(nodes: Iterable[NodeView], question: Question) -> NodeView | None:
-    return min(nodes, key=lambda node: _order(node, question), default=None)
-
-
-def _order(node: NodeView, question: Question) -> tuple[bool, float, int, str]:
-    """Order nodes of one role: those that need not evict for it first, then least cost, least busy, name."""
-    load = question.load(node)
-    active = max(node.active_requests, load.requests)
-    if node.role is Role.PREFILL:
-        return False, prefill_cost(node, question), active, node.incarnation.name
-    must_evict = node.free_pages - load.pages < question.pages(node)
-    return must_evict, decode_cost(node, question), active, node.incarnation.name
+def _order(prefill: Score, decode: Score | None, question: Question) -> tuple[object, ...]:
+    if decode is None:
+        return prefill.order
+    slower = question.links.get((prefill.node.incarnation, decode.node.incarnation), 1.0) - 1.0
+    total_s = prefill.total_s + decode.total_s + slower * decode.parts["relay_s"]
+    return decode.must_evict, round(total_s, 6), *prefill.order[2:], *decode.order[2:]
 
 
 def _refusal(node: NodeView, question: Question) -> str | None:

@@ -1,0 +1,93 @@
+"""What work costs on a node, in seconds. Pure.
+
+A node publishes the coefficients of its own device; `Correction` scales them by what the router sees. Attention makes
+prefill quadratic: n tokens behind c cached ones see n * c + n * n / 2 (token, visible token) pairs.
+
+A ring of R ranks divides the work by R and adds what its exchanges take. That is published as one number that can be
+measured and understood: the prompt length from which a ring is worth it. Then, for every R,
+    ring(n) = alone(n) / R + (1 - 1 / R) * alone(break_even_tokens)
+equals alone(n) at the break-even length, is worse below it and better above it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCost:
+    """Coefficients of one node. The defaults are a small model on one CPU core, until the node says better."""
+
+    start_s: float = 0.0  # of a prefill, whatever its length
+    token_s: float = 1e-4  # per prompt token, on one rank
+    pair_s: float = 0.0  # per (token, visible token), on one rank
+    break_even_tokens: int = 0  # from this length a ring is faster than one rank; 0 = the router's setting
+    relay_start_s: float = 0.0  # of a hand-off, whatever its size
+    relay_token_s: float = 5e-6  # per prompt token that decode lacks
+    step_s: float = 2e-3  # of a decode step of nothing
+    sequence_s: float = 1e-3  # what one more sequence adds to a step
+    context_token_s: float = 0.0  # what one more token of context adds to a step
+
+
+DEFAULT_COST = NodeCost()
+
+
+def compute_s(cost: NodeCost, *, tokens: int, cached: int, ring_size: int, break_even_tokens: int) -> float:
+    """Return the time in which a node computes `tokens` prompt tokens behind `cached` ones.
+
+    Args:
+        break_even_tokens: used when the node publishes none.
+    """
+    alone_s = _alone_s(cost, tokens, cached)
+    if ring_size == 1:
+        return cost.start_s + alone_s
+    exchanges_s = _alone_s(cost, cost.break_even_tokens or break_even_tokens, 0)
+    return cost.start_s + alone_s / ring_size + (1 - 1 / ring_size) * exchanges_s
+
+
+def relay_s(cost: NodeCost, *, tokens: int, ring_size: int) -> float:
+    """Return the time on the wire of a hand-off; the ranks of a ring write side by side."""
+    return cost.relay_start_s + tokens * cost.relay_token_s / ring_size if tokens else 0.0
+
+
+def step_s(cost: NodeCost, *, sequences: int, context_tokens: int) -> float:
+    """Return the time of one decode step."""
+    return cost.step_s + sequences * cost.sequence_s + context_tokens * cost.context_token_s
+
+
+def _alone_s(cost: NodeCost, tokens: int, cached: int) -> float:
+    return tokens * cost.token_s + (tokens * cached + tokens * tokens / 2) * cost.pair_s
+
+
+@dataclass(slots=True)
+class Correction:
+    """How much slower (or faster) a node is than its coefficients say, from observed times.
+
+    The logarithm of the ratio follows the observations in bounded steps, so it settles near their median: one request
+    that was held up for a minute moves it no more than one that took twice as long as predicted.
+    """
+
+    log_scale: float = 0.0
+    observations: int = 0
+
+    MAX_LOG_SCALE: ClassVar[float] = math.log(16.0)  # a node that is further off has published nonsense
+    _MAX_SURPRISE: ClassVar[float] = math.log(2.0)
+    _LEAST_GAIN: ClassVar[float] = 0.1
+
+    @property
+    def scale(self) -> float:
+        return math.exp(self.log_scale)
+
+    def observe(self, *, predicted_s: float, observed_s: float) -> None:
+        """Learn from one time; `predicted_s` is what the coefficients said, without any correction."""
+        if predicted_s <= 0.0 or observed_s <= 0.0:
+            return
+        surprise = math.log(observed_s / predicted_s) - self.log_scale
+        gain = max(self._LEAST_GAIN, 1.0 / (self.observations + 1))
+        # The first observations may jump: nothing is known that they could spoil.
+        limit = self.MAX_LOG_SCALE if self.observations == 0 else self._MAX_SURPRISE
+        moved = self.log_scale + gain * min(max(surprise, -limit), limit)
+        self.log_scale = min(max(moved, -self.MAX_LOG_SCALE), self.MAX_LOG_SCALE)
+        self.observations += 1

@@ -1,0 +1,80 @@
+"""Why requests went where they went: the latest decisions, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvrelay.index.reader import Confidence
+from kvrelay.router.placement import Pair
+
+MAX_DECISIONS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A node that was looked at."""
+
+    name: str
+    role: str
+    ring_size: int
+    cached_tokens: int
+    total_s: float
+    parts: Mapping[str, float]
+    verdict: str  # "chosen", or why not
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One placement; a request that was placed again has the latest one."""
+
+    prompt_tokens: int
+    confidence: Confidence
+    candidates: tuple[Candidate, ...]
+    refused: Mapping[str, str]  # nodes that were left out, and why
+
+
+class DecisionLog:
+    """The latest `max_decisions` decisions by request, and how sure the index was, counted since start."""
+
+    def __init__(self, max_decisions: int = MAX_DECISIONS) -> None:
+        self._max_decisions = max_decisions
+        self._decisions: OrderedDict[str, Decision] = OrderedDict()
+        self.confidences: Counter[Confidence] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._decisions)
+
+    def enter(self, request_id: str, decision: Decision) -> None:
+        self._decisions[request_id] = decision
+        self._decisions.move_to_end(request_id)
+        while len(self._decisions) > self._max_decisions:
+            self._decisions.popitem(last=False)
+
+    def find(self, request_id: str) -> Decision | None:
+        return self._decisions.get(request_id)
+
+
+def explained(pair: Pair, *, prompt_tokens: int, confidence: Confidence, cached: Mapping[str, int]) -> Decision:
+    """Return a placement with a reason for every node.
+
+    Args:
+        cached: tokens of the prompt by node name.
+    """
+    chosen = {pair.prefill.incarnation, *((pair.decode.incarnation,) if pair.decode else ())}
+    best_s = {one.node.role: one.total_s for one in pair.scores if one.node.incarnation in chosen}
+    candidates = []
+    for one in sorted(pair.scores, key=lambda score: (score.node.role.value, score.order)):
+        node = one.node
+        if node.incarnation in chosen:
+            verdict = "chosen"
+        elif one.must_evict:
+            verdict = "would have to evict blocks"
+        else:
+            verdict = f"costs {one.total_s - best_s.get(node.role, one.total_s):.3g} s more than the chosen one"
+        tokens = cached.get(node.incarnation.name, 0)
+        candidates.append(
+            Candidate(node.incarnation.name, node.role.value, node.ring_size, tokens, one.total_s, one.parts, verdict)
+        )
+    return Decision(prompt_tokens, confidence, tuple(candidates), pair.refused)

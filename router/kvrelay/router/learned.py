@@ -1,0 +1,50 @@
+"""What this router has learned of each node's speed. Pure; bounded by the nodes that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvrelay.core.types import Incarnation
+from kvrelay.router.cost import Correction
+
+if TYPE_CHECKING:
+    from kvrelay.router.fleet import NodeView
+
+
+class Learned:
+    """Corrections of published costs, by node."""
+
+    def __init__(self) -> None:
+        self._prefill: dict[Incarnation, Correction] = {}
+
+    def observe_prefill(self, node: Incarnation, *, predicted_s: float, observed_s: float) -> None:
+        """Learn from a prefill that had its node to itself.
+
+        Args:
+            predicted_s: as the corrected costs said.
+        """
+        correction = self._prefill.setdefault(node, Correction())
+        correction.observe(predicted_s=predicted_s / correction.scale, observed_s=observed_s)
+
+    def is_proven(self, node: Incarnation) -> bool:
+        """Say whether enough was seen of a node to refuse a request on what its costs say."""
+        correction = self._prefill.get(node)
+        return correction is not None and correction.observations >= 3
+
+    def corrected(self, nodes: Iterable[NodeView]) -> tuple[NodeView, ...]:
+        """Return the nodes with costs as they have shown themselves to be; forgets the nodes that are gone."""
+        nodes = tuple(nodes)
+        here = {node.incarnation for node in nodes}
+        for gone in [one for one in self._prefill if one not in here]:
+            del self._prefill[gone]
+        return tuple(self._correct(node) for node in nodes)
+
+    def _correct(self, node: NodeView) -> NodeView:
+        correction = self._prefill.get(node.incarnation)
+        if correction is None:
+            return node
+        cost, scale = node.cost, correction.scale
+        scaled = replace(cost, start_s=cost.start_s * scale, token_s=cost.token_s * scale, pair_s=cost.pair_s * scale)
+        return replace(node, cost=scaled)

@@ -1,0 +1,138 @@
+"""What a request costs on each node, in seconds, in parts that can be read. Pure.
+
+    prefill   wait for the work ahead + compute what is not cached + evenness
+    decode    relay what is not resident + room + the steps of its answer
+
+Two parts are no time of this request but what it takes from others: a token computed here keeps those behind it
+waiting (CROWDING), and a node that has worked more than its share lately has less left for the next ones (EVENNESS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvrelay.core.types import Incarnation, Role
+from kvrelay.router.cost import compute_s, relay_s, step_s
+
+if TYPE_CHECKING:
+    from kvrelay.router.fleet import NodeView
+
+CROWDING = 1.0  # seconds that others wait, per second of compute
+EVICTION = 4.0  # seconds, per second of compute on a node that must throw out as many blocks as it computes
+EVENNESS = 0.02  # seconds, per second of recent work more than the node with the least
+EXPECTED_OUTPUT_TOKENS = 256  # when a request may generate more than this, expect this
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What this router has on a node now. Newer than the node's heartbeat; the larger of the two counts."""
+
+    requests: int = 0
+    tokens: int = 0  # prompt tokens to compute
+    pages: int = 0
+    works_s: tuple[float, ...] = field(default=(), compare=False)  # predicted time of each request's tokens
+    recent_s: float = field(default=0.0, compare=False)  # work given to the node lately, fading
+
+
+NO_LOAD = Load()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Everything that a placement depends on, besides the nodes."""
+
+    prompt_tokens: int
+    total_tokens: int  # prompt and longest output
+    needs_decode: bool
+    long_prompt_tokens: int  # from where a ring pays, for nodes that do not say
+    cached_tokens: Mapping[Incarnation, int] = field(default_factory=dict)  # of the prompt, per node that has any
+    loads: Mapping[Incarnation, Load] = field(default_factory=dict)
+    avoid: frozenset[Incarnation] = frozenset()
+    links: Mapping[tuple[Incarnation, Incarnation], float] = field(default_factory=dict)  # measured over published
+
+    def usable(self, node: NodeView) -> int:
+        """Return the prompt tokens that a node need not compute or get: whole pages, never the last token."""
+        usable = min(self.cached_tokens.get(node.incarnation, 0), self.prompt_tokens - 1)
+        return usable // node.page_tokens * node.page_tokens
+
+    def remaining(self, node: NodeView) -> int:
+        return self.prompt_tokens - self.usable(node)
+
+    def load(self, node: NodeView) -> Load:
+        return self.loads.get(node.incarnation, NO_LOAD)
+
+    def pages(self, node: NodeView) -> int:
+        """Return the pages that the request takes of a node."""
+        num_tokens = self.prompt_tokens if node.role is Role.PREFILL else self.total_tokens
+        return -(-num_tokens // node.page_tokens)
+
+    @property
+    def expected_output(self) -> int:
+        return min(self.total_tokens - self.prompt_tokens, EXPECTED_OUTPUT_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One node's cost of one request, in seconds, by part."""
+
+    node: NodeView
+    parts: Mapping[str, float]
+    total_s: float
+    must_evict: bool = False
+    step_s: float = 0.0  # of a decode step with the request
+
+    @property
+    def order(self) -> tuple[bool, float, int, str]:
+        """Sorts best first. Scores closer than a microsecond are equal; then the larger ring, then the name."""
+        return self.must_evict, round(self.total_s, 6), -self.node.ring_size, self.node.incarnation.name
+
+
+def work_s(node: NodeView, question: Question) -> float:
+    """Return the time that the prefill of a request takes on a node by itself."""
+    cached = question.usable(node)
+    return compute_s(
+        node.cost,
+        tokens=question.prompt_tokens - cached,
+        cached=cached,
+        ring_size=node.ring_size,
+        break_even_tokens=question.long_prompt_tokens,
+    )
+
+
+def wait_s(node: NodeView, question: Question, compute: float) -> float:
+    """Return how long a request that takes `compute` seconds waits on a prefill node.
+
+    Nodes compute the request with the fewest tokens left first, so of what we gave it only shorter ones are ahead, and
+    of longer ones the chunk in work and now and then a fair turn. Work that only the node told of counts whole.
+    """
+    load = question.load(node)
+    ours = sum(load.works_s)
+    ahead = sum(min(work, compute) for work in load.works_s)
+    queued_s = max(node.queued_tokens, load.tokens) * node.cost.token_s / node.ring_size
+    return ahead + max(0.0, queued_s - ours)
+
+
+def prefill_score(node: NodeView, question: Question, *, least_recent_s: float = 0.0) -> Score:
+    compute = work_s(node, question)
+    parts = {
+        "wait_s": wait_s(node, question, compute),
+        "compute_s": compute,
+        "crowding_s": CROWDING * compute,
+        "eviction_s": EVICTION * compute if node.free_pages < question.pages(node) else 0.0,
+        "evenness_s": EVENNESS * (question.load(node).recent_s - least_recent_s),
+    }
+    return Score(node, parts, sum(parts.values()))
+
+
+def decode_score(node: NodeView, question: Question) -> Score:
+    load = question.load(node)
+    active = max(node.active_requests, load.requests)
+    step = step_s(node.cost, sequences=active + 1, context_tokens=question.total_tokens)
+    parts = {
+        "relay_s": relay_s(node.cost, tokens=question.remaining(node), ring_size=1),
+        "steps_s": question.expected_output * step,
+    }
+    must_evict = node.free_pages - load.pages < question.pages(node)
+    return Score(node, parts, sum(parts.values()), must_evict, step)
