@@ -223,6 +223,8 @@ class DecodeNode:
                 if (record := self.records.get(key)) is not None:
                     record.events.put_nowait(record.admitted(at_s))
             case Left(key):
+                if (record := self.records.get(key)) is not None:
+                    record.phase = Phase.OVER
                 self._hub.released(Epoch(self.incarnation, key))
             case Crashed(reason):
                 self.crash(f"step thread: {reason}")

@@ -11,6 +11,7 @@ import torch
 
 from decode_lab import (
     GREEDY,
+    LONG,
     ORACLE,
     Lab,
     read,
@@ -122,6 +123,28 @@ async def test_a_request_whose_holder_is_silent_ends_by_lease(model: Model, inde
         err = await refused(read(lab.decode(ticket)))
         assert err.code() is grpc.StatusCode.FAILED_PRECONDITION
         await lab.settled()
+
+
+async def test_a_running_request_that_nobody_listens_to_is_forgotten_when_it_is_aborted(
+    model: Model, index_url: str
+) -> None:
+    async with running(model, index_url, lease_s=1.5) as lab:
+        prompt = recording(ORACLE, 64).prompt
+        session, first = lab.prefill.prefill(prompt, LONG)
+        ticket = await lab.reserve(prompt, LONG)
+        await lab.prefill.hand_over(ticket, session, first)
+        await until(lambda: lab.server.node.records.num_running)
+
+        assert (await lab.stub.Abort(common_pb2.AbortRequest(request=ticket.request))).was_active
+
+        await lab.settled()
+        await asyncio.wait_for(lab.server.drained(), 5)
+
+
+async def test_a_client_may_give_more_time_than_the_default(model: Model, index_url: str) -> None:
+    async with running(model, index_url, max_request_s=7.0) as lab:
+        assert (await lab.reserve([1, 2, 3], GREEDY, timeout_ms=30_000)).timeout_ms == 30_000
+        assert (await lab.reserve([1, 2, 3], GREEDY, timeout_ms=0)).timeout_ms == 7_000
 
 
 async def test_somebody_else_cannot_renew_a_request(lab: Lab) -> None:
