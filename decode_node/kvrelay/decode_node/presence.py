@@ -46,6 +46,7 @@ class Presence:
         self._heartbeat_s = heartbeat_s
         self._due = asyncio.Event()
         self._reachable = True
+        self._registered = False  # before that, another life under our name is an older one, not a newer one
 
     def hurry(self) -> None:
         """Tell the registry now what has changed."""
@@ -53,14 +54,13 @@ class Presence:
 
     async def enter(self) -> None:
         """Register for the first time; a registry that is away is tried again by `run`."""
-        if (record := self._record()) is not None:
-            await self._try(lambda: self._registry.register(record, self._ttl_s))
+        await self._try(self._tell)
 
     async def run(self) -> None:
         """Send heartbeats until cancelled."""
         while True:
+            self._due.clear()  # first: what changes while the registry is told must be told again
             await self._try(self._beat)
-            self._due.clear()
             # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the event.
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_s):
@@ -75,9 +75,18 @@ class Presence:
     def _ttl_s(self) -> float:
         return 3 * self._heartbeat_s
 
-    async def _beat(self) -> None:
-        if (record := self._record()) is not None:
+    async def _tell(self) -> None:
+        record = self._record()
+        if record is None:
+            return
+        if self._registered:
             await self._registry.heartbeat(record, self._ttl_s)
+        else:
+            await self._registry.register(record, self._ttl_s)
+            self._registered = True
+
+    async def _beat(self) -> None:
+        await self._tell()
         # Only writers known before the question: one that registered after the answer would look replaced.
         writers = self._writers()
         if not writers:
