@@ -99,6 +99,7 @@ class LeaseThread:
             except StaleMessageError as err:
                 _LOG.error("%s; this process drains and leaves", err)
                 self._on_replaced()
+                await self._until_stopped()  # the drain may take long; leases are checked until its end
                 return
             finally:
                 self._registered.set()
@@ -108,6 +109,12 @@ class LeaseThread:
             except TimeoutError:
                 continue
             self._wake.clear()
+
+    async def _until_stopped(self) -> None:
+        assert self._wake is not None, "set by _run"
+        while not self._stopping:
+            self._wake.clear()
+            await self._wake.wait()
 
     async def _withdraw(self, registry: NodeRegistry, node: Incarnation) -> None:
         try:

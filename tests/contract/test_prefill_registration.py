@@ -1,0 +1,54 @@
+"""A prefill node whose name was taken by a newer process: it leaves in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvrelay.core.types import Incarnation
+from kvrelay.index.registry import NodeRegistry
+from kvrelay.index.server import EmbeddedServer
+from kvrelay.prefill_node.leases import Leases
+from kvrelay.prefill_node.registration import LeaseThread
+from kvrelay.proto import convert
+from kvrelay.proto.v1 import fleet_pb2
+
+NODE, NEWER, ROUTER = Incarnation("prefill", 1), Incarnation("prefill", 2), Incarnation("router", 3)
+
+
+@pytest.fixture
+def index() -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer.start()
+    yield server
+    server.stop()
+
+
+def a_record(node: Incarnation) -> fleet_pb2.NodeRecord:
+    return fleet_pb2.NodeRecord(node=convert.incarnation_to_pb(node))
+
+
+async def test_a_replaced_node_goes_on_checking_leases_until_it_is_stopped(index: EmbeddedServer) -> None:
+    replaced, expired = threading.Event(), threading.Event()
+    leases = Leases(lease_s=0.5, on_expired=lambda key, reason: expired.set())
+    thread = LeaseThread(
+        leases,
+        index_url=index.url,
+        fleet="test",
+        heartbeat_s=0.05,
+        record=lambda: a_record(NODE),
+        on_replaced=replaced.set,
+    )
+    thread.start(wait_s=5)
+    registry = NodeRegistry(index.url, "test")
+    await registry.register(a_record(NEWER))
+    assert replaced.wait(5)
+
+    leases.open("a#1", request_id="a", holder=ROUTER)
+
+    assert expired.wait(5)
+    thread.beat_now()
+    thread.stop()
+    assert await registry.nodes() == [a_record(NEWER)]
+    await registry.close()
