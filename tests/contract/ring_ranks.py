@@ -46,6 +46,8 @@ class Case:
     resident_tokens: int = 0
     block_hashes: tuple[bytes, ...] = ()
     prompt_logprobs: bool = False
+    max_tokens: int = 8
+    handoff_failure: str | None = None  # of every rank, from the start
 
 
 @dataclass
@@ -104,7 +106,7 @@ def compute(
     writers: list[RecordingWriter] = []
 
     def open_writer(_: ring_pb2.RingOpen) -> RecordingWriter:
-        writers.append(RecordingWriter(pool))
+        writers.append(RecordingWriter(pool, failure=case.handoff_failure))
         return writers[-1]
 
     planner = ChunkPlanner(
@@ -154,7 +156,7 @@ def _lead(case: Case, leader: Leader) -> list[JobEvent]:
     ticket = handoff_pb2.Ticket(prompt_tokens=len(case.prompt), resident_tokens=case.resident_tokens)
     prompt = np.array(case.prompt, dtype=np.int32)
     ref = common_pb2.RequestRef(request_id="case", attempt=1)
-    sampling = Sampling(max_tokens=8, prompt_logprobs=case.prompt_logprobs)
+    sampling = Sampling(max_tokens=case.max_tokens, prompt_logprobs=case.prompt_logprobs)
     leader.submit(Job(ref, prompt, sampling, block_hashes=case.block_hashes, ticket=ticket), sink)
     thread = threading.Thread(target=leader.run)
     thread.start()

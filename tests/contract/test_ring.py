@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from contract.ring_ranks import Case, Outcome, alone, launch
+from kvrelay.prefill_node.leader import Done, Failed, FirstToken, Progress
 from oracle_data import FOLDER
 
 MODELS = ("v2_lite_greedy", "v3_noaux", "v3_dynamic_ntk", "v3_odd_dims")
@@ -123,3 +124,14 @@ def test_every_token_is_executed_once_over_all_ranks(
     for (model, length, chunk), by_rank in outcomes.items():
         executed = sum(outcome.counters["prefill_tokens_executed"] for outcome in by_rank)
         assert executed == length, (model, length, chunk)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8])
+def test_a_failed_hand_off_fails_a_request_unless_its_first_token_ends_it(max_tokens: int) -> None:
+    case = a_case("v2_lite_greedy", 64, "whole")
+    case = dataclasses.replace(case, max_tokens=max_tokens, handoff_failure="decode is gone")
+
+    told = alone(case).told
+
+    assert isinstance(told[-2], FirstToken | Progress)
+    assert isinstance(told[-1], Done if max_tokens == 1 else Failed)

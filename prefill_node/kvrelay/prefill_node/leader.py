@@ -174,11 +174,13 @@ class Leader:
             self._choose_first_token(key, result)
         self.rank_counters = [dict(report.counters) for report in reports]
         self._relay_pending = any(report.counters["relay_pending"] for report in reports)
-        self._deliver(self._control.applied(reports))
-        # Only now: the last chunk of a request that ends here is committed like any other.
+        events = self._control.applied(reports)
+        # After the step was applied, so that the last chunk of a request that ends here is committed like any other;
+        # before its events, because a hand-off that failed meanwhile is no failure of a request that needs none.
         for ended in self._ended_at_prefill:
             self._end(ended, Done(0), "the first token ended the request")
         self._ended_at_prefill.clear()
+        self._deliver(events)
         for settled in self._worker.take_settled():
             self._finish(settled, Done(self._relayed_bytes(settled)), abort=False)
 
