@@ -37,6 +37,14 @@ def test_a_transport_that_cannot_start_is_reported_by_start() -> None:
         TransferThread(refuse, on_fatal=lambda: None).start()
 
 
+def test_a_transport_that_is_not_installed_is_reported_at_once_by_name() -> None:
+    def miss(_: Counters) -> Transport:
+        raise ImportError("no module named transport")
+
+    with pytest.raises(ImportError, match="no module named transport"):
+        TransferThread(miss, on_fatal=lambda: None).start()
+
+
 def test_a_bug_on_the_thread_reaches_the_process(caplog: pytest.LogCaptureFixture) -> None:
     died = threading.Event()
     thread = TransferThread(partial(make, Memory(1)), on_fatal=died.set)

@@ -10,11 +10,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from kvrelay.core.clock import Clock, monotonic
-from kvrelay.core.errors import ServeError
+from kvrelay.core.errors import ServeError, TransferError
 from kvrelay.core.types import Counters
 from kvrelay.kv_transfer.landing import Expected, Landings
 from kvrelay.kv_transfer.notice import NoticeKey
@@ -71,10 +71,13 @@ class TransferThread:
         """Start the thread and return the address of its agent.
 
         Raises:
-            ServeError: the transport cannot start.
+            ServeError: the transport cannot start, or not in time.
         """
         self._thread.start()
-        return self._started.result(_START_TIMEOUT_S)
+        # Waiting does not raise what the transport raises, so a TimeoutError of its own is not taken for ours.
+        if not wait((self._started,), _START_TIMEOUT_S).done:
+            raise TransferError(f"the transport did not start within {_START_TIMEOUT_S:g} s")
+        return self._started.result()
 
     def stop(self) -> None:
         """Stop talking to all peers. Registered memory stays registered until the process exits."""
@@ -131,10 +134,10 @@ class TransferThread:
     def _main(self) -> None:
         try:
             transport = self._make_transport(self.counters)
-        except ServeError as err:
+            self._started.set_result(transport.address())
+        except Exception as err:  # the outermost edge of a thread; whoever waits in `start` raises it
             self._started.set_exception(err)
             return
-        self._started.set_result(transport.address())
         try:
             self._run(transport)
         except Exception:  # the outermost edge of a thread: nothing may end silently
