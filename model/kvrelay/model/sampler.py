@@ -39,9 +39,9 @@ class SamplerState:
             num_sent: how many of the last prompt_ids are such output.
         """
         self.sampling = sampling
-        ids = [int(token) for token in prompt_ids] if _has_penalties(sampling) else []
-        self._seen = set(ids)
-        self._output = Counter(ids[len(ids) - num_sent :] if num_sent else ())
+        ids = np.asarray(prompt_ids if _has_penalties(sampling) else (), dtype=np.int64)
+        self._seen = set(np.unique(ids).tolist())  # a prompt may have a million tokens
+        self._output = Counter(ids[len(ids) - num_sent :].tolist() if num_sent else ())
 
     def observe(self, token_id: int) -> None:
         """Count a token that became output."""
