@@ -38,7 +38,8 @@ COLOURS = "red blue green yellow orange purple violet black white grey brown pin
 ANIMALS = "fox wolf bear eagle hawk owl swan goose crane seal whale dolphin tiger lion panther zebra camel deer".split()
 THINGS = "oak pine birch willow cedar silver gold iron bronze quartz pepper cinnamon vanilla lemon apple plum".split()
 PLACES = """Lisbon Oslo Vienna Prague Dublin Madrid Athens Cairo Nairobi Lima Quito Toronto Boston Denver Seattle
-Kyoto Osaka Seoul Hanoi Delhi Mumbai Sydney Perth Auckland Geneva Zurich Munich Hamburg Bremen Turin Naples Porto""".split()
+Kyoto Osaka Seoul Hanoi Delhi Mumbai Sydney Perth Auckland Geneva Zurich Munich Hamburg Bremen Turin
+Naples Porto""".split()
 FIRST_NAMES = """Anna Maria Laura Julia Clara Emma Sofia Greta Elena Irene Alice Ruth Nora Paula Diana John Peter Paul
 David Daniel Martin Robert Victor Hugo Felix Simon Adam Jonas Erik Carlos Pablo Ahmed Omar Ravi Chen Ivan""".split()
 LAST_NAMES = """Keller Weber Schmidt Larsen Hansen Berg Silva Costa Rossi Ferrari Dubois Laurent Smith Jones Taylor
@@ -46,7 +47,8 @@ Walker Clark Hall Young King Wright Hill Green Baker Carter Patel Singh Khan Kim
 MONTHS = "January February March April May June July August September October November December".split()
 UNITS = "metres kilograms euros litres seats kilometres tons hours minutes degrees volts".split()
 SYLLABLES = """ba be bo da de do fa fi ga go ka ke ko la le li lo ma me mi mo na ne no pa po ra re ri ro sa se si so
-ta te ti to va ve vo za zo bar den fal gor han jor kel lan mar nor pol quin ran sel tor ul ver wen xan yor zel""".split()
+ta te ti to va ve vo za zo bar den fal gor han jor kel lan mar nor pol quin ran sel tor ul ver wen xan
+yor zel""".split()
 
 
 def split_list(text: str) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ def make_task(
     Raises:
         ValueError: if the filler is too short for the length, or the length for the facts.
     """
-    rng = random.Random(f"recall/{seed}/{length_tokens}/{depth}/{chat}")
+    rng = random.Random(f"recall/{seed}/{length_tokens}/{depth}/{chat}")  # noqa: S311 - repeatable on purpose
     subjects = rng.sample(words.SUBJECTS, distractors + 1)
     asked = make_fact(rng, subjects[0])
     others = [make_fact(rng, subject) for subject in subjects[1:]]
