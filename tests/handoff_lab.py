@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,9 +54,15 @@ class Memory:
         self.num_pages = num_pages
         self.mapping = mmap.mmap(-1, num_pages * LAYOUT.page_bytes_all_layers)
         self.view = memoryview(self.mapping)
+        self.delays_s: list[float] = []  # of the next checksums
 
     def pool(self) -> LocalPool:
-        return LocalPool(LAYOUT, self.num_pages, lambda ranges: checksum_ranges(self.view, ranges))
+        return LocalPool(LAYOUT, self.num_pages, self._checksum)
+
+    def _checksum(self, ranges: Sequence[tuple[int, int]]) -> int:
+        if self.delays_s:
+            time.sleep(self.delays_s.pop())
+        return checksum_ranges(self.view, ranges)
 
     def rows(self, layer: int, page: int, row: int) -> memoryview:
         at = LAYOUT.offset_bytes(layer=layer, page=page, row=row, num_pages=self.num_pages)

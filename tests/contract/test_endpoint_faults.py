@@ -79,6 +79,18 @@ async def test_a_part_that_is_not_announced_is_missed_soon_after_its_writes_have
     assert decode.thread.counters.values[counter] >= 1
 
 
+async def test_parts_that_wait_to_be_verified_are_not_missed(kind: str, decode: Reader) -> None:
+    with ring(kind) as [rank]:
+        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
+        decode.memory.delays_s.append(3.0)  # longer than a part that was lost is waited for
+        running = asyncio.create_task(end.run())
+        send_all(end)
+
+        [settled] = await outcomes(running)
+
+    assert isinstance(settled, Settled)
+
+
 async def test_a_part_written_twice_is_admitted_once(kind: str, decode: Reader) -> None:
     with ring(kind, wrap=partial(FaultyTransport, fault=faulty_transport.repeat)) as [rank]:
         end = rank.endpoint(decode.reserve("r", writer=rank.writer))

@@ -261,6 +261,15 @@ def test_a_part_that_never_lands_is_missed_once_its_writer_has_seen_all_writes_e
     assert ev.Fail(f"rank 0: 1 of its {len(PARTS)} parts never landed") in feed(session, ev.Tick(), now_s=8.0)
 
 
+def test_a_part_that_waits_to_be_verified_is_not_missed() -> None:
+    session = in_state(State.RECEIVING)
+    feed(session, ev.ManifestIn(MANIFEST), DONE, now_s=5.0)
+
+    assert feed(session, ev.Tick(caught_up_s=6.9), now_s=9.0) == ()
+    feed(session, ev.Tick(caught_up_s=7.0), now_s=9.1)
+    assert session.failure is not None
+
+
 def test_a_lease_ends_it_unless_renewed_and_not_once_admitted() -> None:
     session = in_state(State.ATTACHED)
     feed(session, ev.Renew(LEASE_S), now_s=LEASE_S - 1)

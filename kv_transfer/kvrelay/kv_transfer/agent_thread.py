@@ -56,6 +56,7 @@ class TransferThread:
             on_fatal: called on the thread when it dies of a bug; the process should end with a new incarnation.
         """
         self.counters = Counters()
+        self.caught_up_s = clock()  # all that had landed by then was reported; read by any thread
         self._make_transport = make_transport
         self._on_fatal = on_fatal
         self._clock = clock
@@ -170,11 +171,14 @@ class TransferThread:
             moved |= self._step_writer(transport, key, outgoing)
         reads = self._landings.open_epochs > 0 or bool(self._drains) or self._landings.has_backlog
         if reads:
+            asked_s = self._clock()
             incoming = transport.notices()
             self._landings.take(incoming)
             moved |= bool(incoming)
             self._landings.work(budget_s=_VERIFY_BUDGET_S)
             self._count_progress()
+            if not self._landings.has_backlog:
+                self.caught_up_s = asked_s
         if moved or self._landings.has_backlog:
             return 0
         if any(outgoing.busy for outgoing in self._outgoing.values()):

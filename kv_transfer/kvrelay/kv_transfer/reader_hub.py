@@ -63,6 +63,7 @@ class ReaderHub:
             pool=pool, cells=cells, thread=thread, callbacks=callbacks, limits=limits, clock=clock
         )
         self._last_counter = 0
+        self._caught_up_s = thread.caught_up_s
         self._dead_writers: OrderedDict[Incarnation, str] = OrderedDict()
 
     @property
@@ -165,8 +166,10 @@ class ReaderHub:
             self.tick()
 
     def tick(self) -> None:
+        # The time of the tick before: what was reported until then has been fed, whatever waits for the loop now.
+        caught_up_s, self._caught_up_s = self._caught_up_s, self._thread.caught_up_s
         for entry in self._sessions.all():
-            self._sessions.feed(entry, ev.Tick())
+            self._sessions.feed(entry, ev.Tick(caught_up_s))
 
     def writer_dead(self, writer: Incarnation, why: str) -> None:
         """A writer incarnation is known to be gone: its process was reaped, a newer one registered, or an operator

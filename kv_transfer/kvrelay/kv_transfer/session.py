@@ -131,7 +131,7 @@ class ReaderSession:
                 self._lease_until_s = now_s + event.lease_s
                 return []
             case ev.Tick():
-                return self._tick(now_s)
+                return self._tick(event, now_s)
 
     # ---- the way to admission ----
 
@@ -282,7 +282,7 @@ class ReaderSession:
 
     # ---- time ----
 
-    def _tick(self, now_s: float) -> list[Action]:
+    def _tick(self, event: ev.Tick, now_s: float) -> list[Action]:
         if self.state in _BEFORE_ADMISSION:
             if now_s >= self._deadline_s:
                 return self._abort("the hand-off's time is over", now_s)
@@ -293,12 +293,14 @@ class ReaderSession:
             if now_s >= self.waits_since_s + self._fence_timeout_s:
                 self.state = State.QUARANTINED
                 return [ev.Quarantine()]
-        return self._if_lost(now_s) if self.state is State.RECEIVING else []
+        return self._if_lost(event, now_s) if self.state is State.RECEIVING else []
 
-    def _if_lost(self, now_s: float) -> list[Action]:
+    def _if_lost(self, event: ev.Tick, now_s: float) -> list[Action]:
         """Give up when a rank has seen all its writes end and yet a part of it was not announced here."""
         for number, rank in self._ranks.items():
-            quiet_s = 0.0 if rank.quiet_since_s is None else now_s - rank.quiet_since_s
+            # Parts that wait to be verified are not lost, however long the queue.
+            heard_until_s = min(now_s, event.caught_up_s)
+            quiet_s = 0.0 if rank.quiet_since_s is None else heard_until_s - rank.quiet_since_s
             if quiet_s >= _LOST_AFTER_S and rank.listed is not None and not rank.complete:
                 missing = len(rank.listed) - len(rank.landed)
                 return self._abort(f"rank {number}: {missing} of its {len(rank.listed)} parts never landed", now_s)

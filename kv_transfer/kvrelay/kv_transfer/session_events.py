@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvrelay.core.types import Incarnation
@@ -96,6 +97,8 @@ class Renew:
 @dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
+
+    caught_up_s: float = math.inf  # all that had landed by then was reported; inf = by now
 
 
 Event = (
