@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from network import Network
 from tokenizers import Tokenizer
 from torch import Tensor
-from vocabulary import ASSISTANT, BOS, EOS, USER
+from vocabulary import ASSISTANT, BOS, EOS, USER, id_of
 
 from kvrelay.model.evaluation.bpb import bits_per_byte, windows
 from kvrelay.model.evaluation.recall import RecallTask, make_grid
@@ -42,8 +42,8 @@ def measure_bpb(
 def task_ids(task: RecallTask, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Return (prompt ids, answer ids with eos) of a task, in its plain or chat form."""
     prompt = f"{USER}{task.prompt}{ASSISTANT}" if task.chat else task.prompt
-    ids = [tokenizer.token_to_id(BOS), *tokenizer.encode(prompt, add_special_tokens=False).ids]
-    return ids, [*tokenizer.encode(task.answer, add_special_tokens=False).ids, tokenizer.token_to_id(EOS)]
+    ids = [id_of(tokenizer, BOS), *tokenizer.encode(prompt, add_special_tokens=False).ids]
+    return ids, [*tokenizer.encode(task.answer, add_special_tokens=False).ids, id_of(tokenizer, EOS)]
 
 
 @torch.no_grad()

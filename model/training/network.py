@@ -75,6 +75,10 @@ class MLP(nn.Module):
 class Router(nn.Module):
     """noaux_tc: sigmoid scores; the bias only steers the choice (arXiv:2408.15664)."""
 
+    e_score_correction_bias: Tensor
+    load_E: Tensor
+    last_load_E: Tensor
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.top_k, self.factor = shape.num_experts_per_tok, shape.routed_scaling_factor

@@ -46,8 +46,9 @@ class Muon:
             momentum.lerp_(grads, 1 - _MOMENTUM)
             update = orthogonalise(grads.lerp(momentum, _MOMENTUM))
             scale = 0.2 * max(group[0].shape[-2:]) ** 0.5
-            torch._foreach_mul_(group, 1 - rate * _WEIGHT_DECAY)
-            torch._foreach_add_(group, list(update.float().unbind()), alpha=-rate * scale)
+            parameters: list[Tensor] = [*group]
+            torch._foreach_mul_(parameters, 1 - rate * _WEIGHT_DECAY)
+            torch._foreach_add_(parameters, list(update.float().unbind()), alpha=-rate * scale)
 
     def state_dict(self) -> list[Tensor]:
         return self._momenta
@@ -61,7 +62,8 @@ class Optimizer:
     """Both optimizers of a network behind one learning rate."""
 
     def __init__(self, network: Network) -> None:
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, parameter in network.named_parameters():
             is_matrix = parameter.dim() >= 2 and "embed" not in name and "gate.weight" not in name
             (matrices if is_matrix else others).append(parameter)

@@ -10,7 +10,7 @@ import numpy as np
 from facts import CLOZES, PLAIN_FRAMES, Fact, ask, make_facts, state
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from vocabulary import ASSISTANT, BOS, EOS, USER
+from vocabulary import ASSISTANT, BOS, EOS, USER, id_of
 
 IGNORED, TEXT, ANSWER = 0, 1, 2
 MIN_EPISODE_TOKENS = 160
@@ -50,7 +50,7 @@ class RowMaker:
         self._tokenizer = tokenizer
         self._cuts = sentence_cuts(stream, tokenizer)
         self._bos, self._eos, self._user, self._assistant = (
-            np.array([tokenizer.token_to_id(token)], np.int16) for token in (BOS, EOS, USER, ASSISTANT)
+            np.array([id_of(tokenizer, token)], np.int16) for token in (BOS, EOS, USER, ASSISTANT)
         )
 
     def text_row(self, rng: random.Random, row_tokens: int) -> tuple[Ids, NDArray[np.uint8]]:
@@ -183,7 +183,7 @@ def sentence_cuts(stream: Ids, tokenizer: Tokenizer) -> NDArray[np.int64]:
 
     A sentence put there is tokenised as it would be in the joined text.
     """
-    names = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+    names = [tokenizer.id_to_token(i) or "?" for i in range(tokenizer.get_vocab_size())]
     stops = np.array([name.endswith(".") for name in names])
     blanks = np.array([name[0] in "ĠĊ" for name in names])
     return np.flatnonzero(stops[stream[:-1]] & blanks[stream[1:]]) + 1

@@ -26,7 +26,7 @@ from schedule import SMOKE_STAGES, TINY_STAGES, Stage, learning_rate, stage_at
 from shape import SMOKE, TINY, Shape
 from tokenizers import Tokenizer
 from torch import Tensor
-from vocabulary import BOS, EOS, train_tokenizer, write_tokenizer
+from vocabulary import BOS, EOS, id_of, train_tokenizer, write_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class Run:
         self.export_to(self.plan.out / "model")
 
     def export_to(self, folder: Path) -> None:
-        bos, eos = (self.tokenizer.token_to_id(token) for token in (BOS, EOS))
+        bos, eos = (id_of(self.tokenizer, token) for token in (BOS, EOS))
         export(self.network, folder, bos=bos, eos=eos)
 
     def resume(self) -> None:
@@ -206,7 +206,7 @@ def prepare(plan: Plan, tokenizer_path: Path, tokens_path: Path) -> Tokenizer:
         tokenizer = train_tokenizer(text, plan.shape.vocab_size)
         longest = int(plan.shape.train_window_tokens * plan.shape.yarn_factor)
         write_tokenizer(tokenizer, tokenizer_path.parent, max_tokens=longest)
-    np.save(tokens_path, tokenise(text, tokenizer, tokenizer.token_to_id(EOS)))
+    np.save(tokens_path, tokenise(text, tokenizer, id_of(tokenizer, EOS)))
     return tokenizer
 
 

@@ -23,6 +23,13 @@ CHAT_TEMPLATE = (
 )
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    """Return the id of a special token."""
+    found = tokenizer.token_to_id(token)
+    assert found is not None, f"the tokenizer has no {token}"
+    return found
+
+
 def _sample(text: str) -> Iterator[str]:
     """Yield documents spread evenly over the text, about SAMPLE_BYTES in all."""
     documents = text.split("\0")
@@ -45,7 +52,7 @@ def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_sample(text), trainer)
-    bos = tokenizer.token_to_id(BOS)
+    bos = id_of(tokenizer, BOS)
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bos)])
     return tokenizer
 
