@@ -45,9 +45,12 @@ def open_ticket(ticket: handoff_pb2.Ticket, *, writer: Incarnation, rank: int, l
     if address.pool.num_bytes != address.pool_pages * layout.page_bytes_all_layers:
         raise InvalidRequestError(f"a pool of {address.pool.num_bytes} bytes for {address.pool_pages} pages")
     runs = runs_from_pb(ticket.pages)
-    if sum(run.num_pages for run in runs) != layout.pages_for(ticket.prompt_tokens):
-        raise InvalidRequestError(f"page runs {runs} for a prompt of {ticket.prompt_tokens} tokens")
-    if any(run.first_page + run.num_pages > address.pool_pages for run in runs):
-        raise InvalidRequestError(f"page runs {runs} of a pool of {address.pool_pages} pages")
+    # Not all runs in a message: a long prompt may have thousands, more than an error can carry.
+    num_pages = sum(run.num_pages for run in runs)
+    if num_pages != layout.pages_for(ticket.prompt_tokens):
+        raise InvalidRequestError(f"{num_pages} pages for a prompt of {ticket.prompt_tokens} tokens")
+    end = max((run.first_page + run.num_pages for run in runs), default=0)
+    if end > address.pool_pages:
+        raise InvalidRequestError(f"page {end - 1} of a pool of {address.pool_pages} pages")
     pages = tuple(run.first_page + i for run in runs for i in range(run.num_pages))
     return OpenedTicket(epoch_from_pb(ticket.epoch), request_from_pb(ticket.request), pages, address)
