@@ -69,3 +69,7 @@ def test_a_request_beyond_the_cache_window_has_no_block_names() -> None:
     limits = replace(LIMITS, cache_window_tokens=209)
     assert judged(ASK, limits).hashes is None
     assert judged(replace(ASK, sampling=Sampling(max_tokens=9)), limits).hashes is not None
+
+
+def test_a_request_without_a_tenants_seed_has_no_block_names() -> None:
+    assert judged(replace(ASK, prefix_seed=b"")).hashes is None

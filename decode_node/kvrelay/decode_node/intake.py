@@ -56,7 +56,8 @@ def judge(ask: Ask, *, node: Incarnation, layout: PageLayout, limits: Limits) ->
     if ask.num_sent_tokens > prompt_tokens:
         raise InvalidRequestError(f"{ask.num_sent_tokens} sent tokens in a prompt of {prompt_tokens}")
     window = limits.cache_window_tokens
-    if window is not None and prompt_tokens + max_tokens > window:
+    # Without a seed all tenants' blocks would have the same names.
+    if not ask.prefix_seed or (window is not None and prompt_tokens + max_tokens > window):
         return Demand(prompt_tokens, max_tokens, None)
     hashes = prefix_hash.chain(ask.prefix_seed, ask.prompt_T, block_tokens=layout.block_tokens)
     return Demand(prompt_tokens, max_tokens, hashes)
