@@ -68,10 +68,6 @@ class RopeTables:
     cos_TR: Tensor
     sin_TR: Tensor  # the first half carries the minus sign of the rotation
 
-    def span(self, start: int, end: int) -> RopeTables:
-        """Return the tables of tokens [start, end) of this step."""
-        return RopeTables(self.cos_TR[start:end], self.sin_TR[start:end])
-
 
 class Rope:
     """Makes tables for one spec on one device."""

@@ -77,10 +77,6 @@ class ReaderSession:
         return all(rank.proof is not None for rank in self._ranks.values())
 
     @property
-    def attached_ranks(self) -> frozenset[int]:
-        return frozenset(self._ranks)
-
-    @property
     def proofs(self) -> Mapping[int, FenceProof]:
         return {number: rank.proof for number, rank in self._ranks.items() if rank.proof is not None}
 
