@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from operations.checks import (
-    MODEL,
     test_a_decode_node_is_killed_while_it_streams,
     test_a_killed_prefill_node_costs_no_request_while_another_is_there,
     test_a_prefix_is_computed_and_sent_once,
@@ -16,7 +15,7 @@ from operations.checks import (
     test_decode_is_scaled_out_and_in_under_load,
     test_two_nodes_that_cannot_reach_each_other,
 )
-from operations.deployment import Deployment
+from operations.deployment import MODEL, Deployment
 from operations.processes import processes
 from oracle_data import oracle_folder
 

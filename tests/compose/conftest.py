@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from compose.containers import compose, containers, engine_runs
-from operations.checks import MODEL
-from operations.deployment import Deployment
+from operations.deployment import MODEL, Deployment
 from oracle_data import oracle_folder
 
 pytest.register_assert_rewrite("operations.checks")

@@ -9,11 +9,10 @@ import grpc
 import pytest
 
 from cluster.cluster import Answer, finish, status_of, vocab_size, wait_until
-from operations.deployment import Deployment
+from operations.deployment import MODEL, Deployment
 from operations.load import Load
 from oracle_data import oracle_folder, recording
 
-MODEL = "v3_noaux"
 CLEAR = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.RESOURCE_EXHAUSTED}
 SETTLE_S = 30.0
 SERVES_S = 40.0
@@ -63,7 +62,7 @@ def test_decode_is_scaled_out_and_in_under_load(deployment: Deployment) -> None:
         before_s = len(load.answers)
         wait_until(lambda: len(load.answers) > before_s + 4, SERVES_S)
 
-    assert load.failures == []
+    assert not load.failures, load.failures[:5]
     assert len(deployment.members("decode")) == 1
     deployment.client.assert_settled(SETTLE_S)
 
@@ -96,7 +95,7 @@ def test_a_killed_prefill_node_costs_no_request_while_another_is_there(deploymen
         seen = len(load.answers)
         wait_until(lambda: len(load.answers) > seen + 6, SERVES_S, lambda: str(load.failures))
 
-    assert load.failures == []
+    assert not load.failures, load.failures[:5]
     deployment.revive(victim)
     serves_again(deployment)
 
@@ -132,6 +131,6 @@ def test_a_rolling_restart_under_load_costs_no_request(deployment: Deployment) -
             for name in deployment.members(role):
                 deployment.restart(name)
 
-    assert load.failures == []
+    assert not load.failures, load.failures[:5]
     assert len(load.answers) > 20
     serves_again(deployment)

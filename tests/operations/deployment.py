@@ -7,6 +7,7 @@ from typing import Protocol
 
 from cluster.cluster import Client
 
+MODEL = "v3_noaux"  # the oracle checkpoint that every deployment serves
 ROLES = ("router", "prefill", "decode")
 
 

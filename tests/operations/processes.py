@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import grpc
+import psutil
 
 from cluster.cluster import Client
 from kvrelay.cli import client
@@ -35,12 +38,21 @@ class Member:
 class Processes:
     """Implements Deployment. Created by `processes`."""
 
-    def __init__(self, index_url: str, model: Path, folder: Path, options: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self,
+        index_url: str,
+        model: Path,
+        folder: Path,
+        options: Mapping[str, Sequence[str]],
+        dial: Callable[[str], grpc.Channel],
+    ) -> None:
         """
         Args:
             options: more options by role.
+            dial: connects to a router or node.
         """
         self._index_url, self._model, self._folder, self._options = index_url, model, folder, options
+        self._dial = dial
         self._members: dict[str, Member] = {}
         self._client: Client | None = None
 
@@ -48,8 +60,18 @@ class Processes:
     def client(self) -> Client:
         if self._client is None:
             routers = ",".join(self._members[name].listen for name in self.members("router"))
-            self._client = Client(client.connect(f"ipv4:{routers}"))
+            self._client = Client(self._dial(f"ipv4:{routers}"), dial=self._dial)
         return self._client
+
+    def address(self, name: str) -> str:
+        return self._members[name].listen
+
+    def metrics(self, name: str) -> str:
+        """Return the address of a member's metrics; it listens there on a port besides its own."""
+        ports = {one.laddr.port for one in psutil.Process(self._members[name].process.pid).net_connections("tcp")
+                 if one.status == psutil.CONN_LISTEN}  # fmt: skip
+        (port,) = ports - {int(self._members[name].listen.rpartition(":")[2])}
+        return f"127.0.0.1:{port}"
 
     def members(self, role: str) -> list[str]:
         return [member.name for member in self._members.values() if member.role == role]
@@ -126,10 +148,16 @@ class Processes:
 
 
 @contextmanager
-def processes(model: Path, folder: Path, options: Mapping[str, Sequence[str]]) -> Iterator[Processes]:
+def processes(
+    model: Path,
+    folder: Path,
+    options: Mapping[str, Sequence[str]],
+    *,
+    dial: Callable[[str], grpc.Channel] = client.connect,
+) -> Iterator[Processes]:
     """Run one router, one prefill node and one decode node for as long as the block lasts."""
     index = EmbeddedServer.start()
-    deployment = Processes(index.url, model, folder, options)
+    deployment = Processes(index.url, model, folder, options, dial)
     try:
         for role in ROLES:
             deployment.scale(role, 1)

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import grpc
 
+from kvrelay.cli.identity import Identity
+from kvrelay.proto.tls import CHANNEL_OPTIONS
 from kvrelay.proto.v1 import inference_pb2 as pb
 
 MAX_MESSAGE_BYTES = 1 << 30  # the router has the limit and names it
@@ -33,14 +35,16 @@ _CONFIDENCE_PREFIX = "INDEX_CONFIDENCE_"
 _REASON_PREFIX = "FINISH_REASON_"
 
 
-def connect(endpoint: str) -> grpc.Channel:
-    """Return a channel to a router; connects lazily."""
-    options = [
+def connect(endpoint: str, identity: Identity | None = None) -> grpc.Channel:
+    """Return a channel to a router, in plain text without an identity; connects lazily."""
+    options: list[tuple[str, str | int]] = [
         ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ]
-    return grpc.insecure_channel(endpoint, options=options)
+    if identity is None:
+        return grpc.insecure_channel(endpoint, options=options)
+    return grpc.secure_channel(endpoint, identity.credentials(), options=[*options, *CHANNEL_OPTIONS])
 
 
 def token_prompt(ids: Sequence[int]) -> pb.TokenPrompt:

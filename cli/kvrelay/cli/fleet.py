@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from kvrelay.cli import client
+from kvrelay.cli.identity import Identity
 from kvrelay.proto.v1 import fleet_pb2, fleet_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0
@@ -20,7 +21,7 @@ _ROLE_PREFIX = "NODE_ROLE_"
 def run_nodes(options: argparse.Namespace) -> int:
     """Print the nodes that the router knows."""
     try:
-        with client.connect(options.endpoint) as channel:
+        with client.connect(options.endpoint, Identity.of(options)) as channel:
             reply = fleet_pb2_grpc.FleetStub(channel).ListNodes(fleet_pb2.ListNodesRequest(), timeout=CALL_TIMEOUT_S)
     except grpc.RpcError as err:
         return _failed(err)
@@ -37,7 +38,7 @@ def run_drain(options: argparse.Namespace) -> int:
     """Ask the router to drain one node; returns at once, the node exits when its work is done."""
     request = fleet_pb2.DrainNodeRequest(name=options.node)
     try:
-        with client.connect(options.endpoint) as channel:
+        with client.connect(options.endpoint, Identity.of(options)) as channel:
             reply = fleet_pb2_grpc.FleetStub(channel).DrainNode(request, timeout=CALL_TIMEOUT_S)
     except grpc.RpcError as err:
         return _failed(err)
@@ -49,7 +50,7 @@ def run_fence(options: argparse.Namespace) -> int:
     """Tell the decode nodes that a node is dead; exit code 1 when one of them could not be told."""
     request = fleet_pb2.FenceNodeRequest(name=options.node, start_id=options.start_id)
     try:
-        with client.connect(options.endpoint) as channel:
+        with client.connect(options.endpoint, Identity.of(options)) as channel:
             reply = fleet_pb2_grpc.FleetStub(channel).FenceNode(request, timeout=CALL_TIMEOUT_S)
     except grpc.RpcError as err:
         return _failed(err)

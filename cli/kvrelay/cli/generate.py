@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 
 from kvrelay.cli import client
+from kvrelay.cli.identity import Identity
 from kvrelay.cli.progress import PrefillLine
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.proto.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -20,7 +21,7 @@ from kvrelay.proto.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 def run(options: argparse.Namespace) -> int:
     """Return 0 when the request finished; otherwise print the status on stderr and return 1."""
     request = build_request(options)
-    with client.connect(options.endpoint) as channel:
+    with client.connect(options.endpoint, Identity.of(options)) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=options.timeout_s)
         try:
             finished = _print_json(call) if options.json else _print_text(call)

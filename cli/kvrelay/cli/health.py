@@ -9,12 +9,13 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.cli import client
+from kvrelay.cli.identity import Identity
 
 
 def run(options: argparse.Namespace) -> int:
     """Return 0 when the server says SERVING; otherwise print why not on stderr and return 1."""
     try:
-        with client.connect(options.endpoint) as channel:
+        with client.connect(options.endpoint, Identity.of(options)) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             reply = stub.Check(health_pb2.HealthCheckRequest(service=options.service), timeout=options.timeout_s)
     except grpc.RpcError as err:

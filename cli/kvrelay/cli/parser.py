@@ -12,6 +12,7 @@ from typing import Any
 
 from kvrelay.cli.defaults import ENDPOINT
 from kvrelay.cli.eval_options import add_eval
+from kvrelay.cli.identity_options import add_identity
 from kvrelay.cli.option_types import positive, positives, start_id
 
 # Role commands: what serves them. They parse their own options, which are also environment variables.
@@ -40,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_drain(commands.add_parser("drain", help="take a node out without losing a request"))
     _add_fence(commands.add_parser("fence", help="say that a node is dead, so that pages kept from it come back"))
     _add_health(commands.add_parser("health", help="whether a server is ready; for probes"))
+    _add_certs(commands.add_parser("certs", help="a CA and certificates of your own, for trying out TLS"))
     _add_bench(commands.add_parser("bench", help="measure, side by side"))
     add_eval(commands.add_parser("eval", help="how well the model predicts text and recalls facts"))
     return parser
@@ -99,18 +101,21 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the model's end tokens")
     generate.add_argument("--timeout-s", type=float, metavar="S", help="time limit of the request")
     generate.add_argument("--json", action="store_true", help="print one JSON object per event")
+    add_identity(generate)
     generate.set_defaults(run="kvrelay.cli.generate:run")
 
 
 def _add_nodes(nodes: argparse.ArgumentParser) -> None:
     nodes.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
     nodes.add_argument("--json", action="store_true", help="print one JSON object per node")
+    add_identity(nodes)
     nodes.set_defaults(run="kvrelay.cli.fleet:run_nodes")
 
 
 def _add_drain(drain: argparse.ArgumentParser) -> None:
     drain.add_argument("node", metavar="NODE", help="name, as `kvrelay nodes` shows it")
     drain.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
+    add_identity(drain)
     drain.set_defaults(run="kvrelay.cli.fleet:run_drain")
 
 
@@ -118,6 +123,7 @@ def _add_fence(fence: argparse.ArgumentParser) -> None:
     fence.add_argument("node", metavar="NODE", help="name of the dead node; make sure that its process is gone")
     fence.add_argument("--start-id", type=start_id, default=0, metavar="HEX", help="this life of it only")
     fence.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
+    add_identity(fence)
     fence.set_defaults(run="kvrelay.cli.fleet:run_fence")
 
 
@@ -125,7 +131,14 @@ def _add_health(health: argparse.ArgumentParser) -> None:
     health.add_argument("endpoint", nargs="?", default=ENDPOINT, metavar="HOST:PORT", help="a router or a node")
     health.add_argument("--service", default="", metavar="NAME", help="one service of it; without, the whole server")
     health.add_argument("--timeout-s", type=float, default=3.0, metavar="S", help="longest wait for an answer")
+    add_identity(health)
     health.set_defaults(run="kvrelay.cli.health:run")
+
+
+def _add_certs(certs: argparse.ArgumentParser) -> None:
+    certs.add_argument("folder", metavar="DIR", help="folder for the files; made when it is not there")
+    certs.add_argument("--days", type=positive, default=365, metavar="N", help="how long they are valid")
+    certs.set_defaults(run="kvrelay.cli.certs:run")
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:

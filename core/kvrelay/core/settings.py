@@ -47,6 +47,9 @@ class CommonSettings(BaseSettings):
     log_level: LogLevel = Field("info", description="debug, info, warning or error")
     metrics_listen: str = Field("", description="host:port of the Prometheus endpoint; empty = none, port 0 = any free")
     max_message_mib: int = Field(32, ge=1, le=1024, description="largest gRPC message in MiB; 4 bytes per prompt token")
+    tls_ca: str = Field("", description="PEM file of the fleet's CA; set = mutual TLS everywhere, empty = plain text")
+    tls_cert: str = Field("", description="PEM file of this process's certificate")
+    tls_key: str = Field("", description="PEM file of its key")
     max_request_s: float = Field(600.0, gt=0, description="time limit of a request whose client sets none")
     lease_s: float = Field(5.0, ge=0.5, description="a session whose holder is silent this long is aborted")
 

@@ -33,8 +33,9 @@ from kvrelay.kv_transfer.pool_agent import local_pool
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.proto.convert import incarnation_to_pb
 from kvrelay.proto.node_metrics import NodeMetrics
-from kvrelay.proto.server import Server
+from kvrelay.proto.server import Server, node_security
 from kvrelay.proto.server import serve as serve_grpc
+from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, fleet_pb2
 
 _log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class DecodeServer:
         layout, config = compute.pool.layout, compute.model.config
         self.drain_asked = asyncio.Event()
         self._settings = settings
+        self._tls = Tls.load(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key)
         self._compute = compute
         book = PageBook(
             num_pages=compute.pool.num_pages, page_tokens=layout.page_tokens, block_tokens=layout.block_tokens
@@ -132,6 +134,7 @@ class DecodeServer:
             add_services=lambda server: decode_pb2_grpc.add_DecodeNodeServicer_to_server(servicer, server),
             services=[decode_pb2.DESCRIPTOR.services_by_name["DecodeNode"]],
             max_message_bytes=self._settings.max_message_bytes,
+            **node_security(self._tls, lambda reason: self.node.counters.add(f"calls_refused_{reason}_total")),
         )
         self._advertised = advertised(
             bound=self._server.endpoint, advertise=self._settings.advertise, index_url=self._settings.index_url

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.core.layout import PageLayout
+from kvrelay.proto.tls import Tls
 
 Checksum = Callable[[Sequence[tuple[int, int]]], int]  # xxh3-64 of (offset_bytes, num_bytes) pieces, in order
 
@@ -24,3 +25,4 @@ class Limits:
     fence_timeout_s: float = 10.0  # pages whose fence is later than this are quarantined
     drain_s: float = 1.0  # polling after a writer's death, before its pages go back
     max_message_bytes: int = 32 << 20
+    tls: Tls | None = None  # of the channels to decode nodes

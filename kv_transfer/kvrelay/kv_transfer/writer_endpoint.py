@@ -155,7 +155,10 @@ class WriterEndpoint:
     async def run(self) -> Outcome:
         """Attach and stay until the end; return what `done` resolves with. To stop it early, use `abort`."""
         self._ticker = asyncio.create_task(self._tick())
-        async with connect(self._ticket.decode_endpoint, max_message_bytes=self._limits.max_message_bytes) as channel:
+        limits = self._limits
+        async with connect(
+            self._ticket.decode_endpoint, max_message_bytes=limits.max_message_bytes, tls=limits.tls
+        ) as channel:
             conversation = asyncio.create_task(self._converse(channel))
             outcome = await asyncio.shield(self.done)
             self._ticker.cancel()

@@ -27,6 +27,7 @@ from kvrelay.prefill_node.handoff import WriterOpener
 from kvrelay.prefill_node.rank import RankWorker
 from kvrelay.prefill_node.ring import Ring
 from kvrelay.prefill_node.settings import PrefillSettings, RankPlace
+from kvrelay.proto.tls import Tls
 
 _LOG = logging.getLogger(__name__)
 
@@ -119,7 +120,11 @@ class Compute:
             node=node,
             rank=ring.rank,
             loop=loop,
-            limits=Limits(fence_timeout_s=settings.fence_timeout_s, max_message_bytes=settings.max_message_bytes),
+            limits=Limits(
+                fence_timeout_s=settings.fence_timeout_s,
+                max_message_bytes=settings.max_message_bytes,
+                tls=Tls.load(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key),
+            ),
             wake=wake,
         )
         planner = ChunkPlanner(

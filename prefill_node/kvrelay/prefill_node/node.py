@@ -29,8 +29,9 @@ from kvrelay.prefill_node.servicer import NodeFacts, PrefillServicer
 from kvrelay.prefill_node.settings import PrefillSettings
 from kvrelay.proto.convert import incarnation_to_pb
 from kvrelay.proto.node_metrics import NodeMetrics
-from kvrelay.proto.server import Server
+from kvrelay.proto.server import Server, node_security
 from kvrelay.proto.server import serve as serve_grpc
+from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import fleet_pb2, prefill_pb2, prefill_pb2_grpc
 
 STALL_S = 10.0  # work waits and nothing moves for so long: NOT_SERVING
@@ -64,6 +65,7 @@ async def serve(
         die: ends the process at once.
         stopping: set before the other ranks are told to exit.
     """
+    tls = Tls.load(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key)
     loop = asyncio.get_running_loop()
     stop, step_ended = StopSignals(loop), asyncio.Event()
     published = Published(index_url=settings.index_url, fleet=settings.fleet, node=node)
@@ -97,6 +99,7 @@ async def serve(
         add_services=lambda grpc_server: prefill_pb2_grpc.add_PrefillNodeServicer_to_server(servicer, grpc_server),
         services=[prefill_pb2.DESCRIPTOR.services_by_name["PrefillNode"]],
         max_message_bytes=settings.max_message_bytes,
+        **node_security(tls, lambda reason: published.counters.add(f"calls_refused_{reason}_total")),
     )
     endpoint = advertised(bound=server.endpoint, advertise=settings.advertise, index_url=settings.index_url)
     registration = LeaseThread(

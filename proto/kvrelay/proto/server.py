@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
+import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvrelay.core.errors import SettingsError
+from kvrelay.proto.gate import Gate, members_only
+from kvrelay.proto.tls import CHANNEL_OPTIONS, Tls
 
 # A dead peer is noticed within about 15 s even when the kernel still believes in the connection.
 _KEEPALIVE = (
@@ -45,6 +49,20 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
+class Security(TypedDict, total=False):
+    """Arguments of `serve` that say who may call."""
+
+    interceptors: tuple[aio.ServerInterceptor, ...]
+    credentials: grpc.ServerCredentials
+
+
+def node_security(tls: Tls | None, on_refused: Callable[[str], None]) -> Security:
+    """Return what lets only members of the fleet call a node; without `tls`, anybody in plain text."""
+    if tls is None:
+        return {}
+    return {"interceptors": (Gate(members_only, on_refused=on_refused),), "credentials": tls.server_credentials()}
+
+
 @dataclass(slots=True)
 class Server:
     """A started gRPC server with its health service. Created by `serve`."""
@@ -72,6 +90,7 @@ async def serve(
     services: Sequence[ServiceDescriptor],
     max_message_bytes: int,
     interceptors: Sequence[aio.ServerInterceptor] = (),
+    credentials: grpc.ServerCredentials | None = None,
 ) -> Server:
     """Start a server on `listen` (host:port, port 0 = any free one); health starts NOT_SERVING.
 
@@ -86,7 +105,7 @@ async def serve(
     reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     host = listen.rsplit(":", 1)[0]
     try:
-        port = server.add_insecure_port(listen)
+        port = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
     except RuntimeError as err:
         raise SettingsError(f"cannot listen on {listen}: the address is in use or not ours") from err
     await server.start()
@@ -95,6 +114,17 @@ async def serve(
     return started
 
 
-def connect(endpoint: str, *, max_message_bytes: int) -> aio.Channel:
-    """Return a channel to one of our servers; connects lazily."""
-    return aio.insecure_channel(endpoint, options=channel_options(max_message_bytes))
+def connect(endpoint: str, *, max_message_bytes: int, tls: Tls | None = None) -> aio.Channel:
+    """Return a channel to one of our servers, in plain text without `tls`; connects lazily."""
+    options = channel_options(max_message_bytes)
+    if tls is None:
+        return aio.insecure_channel(endpoint, options=options)
+    return aio.secure_channel(endpoint, tls.channel_credentials(), options=[*options, *CHANNEL_OPTIONS])
+
+
+def connect_blocking(endpoint: str, *, max_message_bytes: int, tls: Tls | None = None) -> grpc.Channel:
+    """The same for threads without an event loop."""
+    options = channel_options(max_message_bytes)
+    if tls is None:
+        return grpc.insecure_channel(endpoint, options=options)
+    return grpc.secure_channel(endpoint, tls.channel_credentials(), options=[*options, *CHANNEL_OPTIONS])

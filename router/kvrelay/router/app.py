@@ -17,6 +17,9 @@ from kvrelay.core.settings import load
 from kvrelay.index.reader import PrefixReader
 from kvrelay.index.registry import NodeRegistry
 from kvrelay.proto import server
+from kvrelay.proto.gate import Gate
+from kvrelay.proto.server import Security
+from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from kvrelay.router.attempt import Background, Shared
 from kvrelay.router.fleet import FleetView
@@ -29,6 +32,7 @@ from kvrelay.router.placement import missing_for_service
 from kvrelay.router.placer import IndexPlacer
 from kvrelay.router.servicer import InferenceServicer
 from kvrelay.router.settings import RouterSettings
+from kvrelay.router.tenants import ClientCheck, Tokens
 
 _DRAIN_S = 20.0  # that running requests get when the router is asked to stop
 _log = logging.getLogger(__name__)
@@ -43,6 +47,8 @@ class Router:
             ModelLoadError, SettingsError: the model folder or a setting is wrong.
         """
         files = read_model_files(Path(settings.model), name=settings.served_name)
+        self._tls = Tls.load(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key)
+        self._tokens = Tokens.load(settings.token_file)
         self.id = new_incarnation(settings.name, "router")
         self._settings = settings
         self._registry = NodeRegistry(settings.index_url, settings.fleet)
@@ -54,9 +60,12 @@ class Router:
             put_aside_s=settings.put_aside_s,
             max_message_bytes=settings.max_message_bytes,
             max_request_s=settings.max_request_s,
+            tls=self._tls,
             on_change=self._report,
         )
-        self._leases = LeaseKeeper(self.id, lease_s=settings.lease_s, max_message_bytes=settings.max_message_bytes)
+        self._leases = LeaseKeeper(
+            self.id, lease_s=settings.lease_s, max_message_bytes=settings.max_message_bytes, tls=self._tls
+        )
         placer = IndexPlacer(self.fleet, self._reader, long_prompt_tokens=settings.long_prompt_tokens)
         shared = Shared(self.id, self.fleet, self._leases, self._background)
         orchestrator = Orchestrator(shared, placer, settings.max_retries)
@@ -77,6 +86,7 @@ class Router:
                 fleet_pb2.DESCRIPTOR.services_by_name["Fleet"],
             ),
             max_message_bytes=self._settings.max_message_bytes,
+            **self._security(),
         )
         self._metrics_endpoint = telemetry.serve(self._settings.metrics_listen, self.metrics.registry)
         self._leases.start()
@@ -96,6 +106,14 @@ class Router:
             await asyncio.to_thread(self._metrics_endpoint.stop)
         await self._registry.close()
         await self._reader.close()
+
+    def _security(self) -> Security:
+        """Return who may call and how; without TLS, anybody in plain text."""
+        if self._tls is None:
+            return {}
+        gate = Gate(ClientCheck(self._tokens), on_refused=self.metrics.refused)
+        credentials = self._tls.server_credentials(require_client_cert=self._settings.require_client_cert)
+        return {"interceptors": (gate,), "credentials": credentials}
 
     def _add_services(self, grpc_server: aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(self.inference, grpc_server)

@@ -15,6 +15,7 @@ from kvrelay.core.types import Incarnation, Role
 from kvrelay.index.registry import NodeRegistry
 from kvrelay.proto import convert
 from kvrelay.proto.server import connect
+from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import decode_pb2_grpc, fleet_pb2, prefill_pb2_grpc
 from kvrelay.router.cost import DEFAULT_COST, NodeCost
 from kvrelay.router.peers import Node
@@ -81,6 +82,7 @@ class FleetView:
         put_aside_s: float,
         max_message_bytes: int,
         max_request_s: float,
+        tls: Tls | None = None,
         on_change: Callable[[], None] = lambda: None,
         clock: Clock = monotonic,
     ) -> None:
@@ -89,6 +91,7 @@ class FleetView:
         self._refresh_s = refresh_s
         self._put_aside_s = put_aside_s
         self._max_message_bytes = max_message_bytes
+        self._tls = tls
         self._on_change = on_change
         self._clock = clock
         self._records: list[fleet_pb2.NodeRecord] = []
@@ -194,5 +197,6 @@ class FleetView:
     def _channel(self, endpoint: str) -> aio.Channel:
         channel = self._channels.get(endpoint)
         if channel is None:
-            channel = self._channels[endpoint] = connect(endpoint, max_message_bytes=self._max_message_bytes)
+            channel = connect(endpoint, max_message_bytes=self._max_message_bytes, tls=self._tls)
+            self._channels[endpoint] = channel
         return channel

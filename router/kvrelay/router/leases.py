@@ -15,7 +15,8 @@ import grpc
 
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.proto import convert
-from kvrelay.proto.server import channel_options
+from kvrelay.proto.server import connect_blocking
+from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -46,10 +47,11 @@ class _Grantor:
 class LeaseKeeper:
     """Thread-safe. `hold` before work begins on a node, `drop` when it has ended."""
 
-    def __init__(self, holder: Incarnation, *, lease_s: float, max_message_bytes: int) -> None:
+    def __init__(self, holder: Incarnation, *, lease_s: float, max_message_bytes: int, tls: Tls | None = None) -> None:
         self._holder = holder
         self._interval_s = lease_s / 3
         self._max_message_bytes = max_message_bytes
+        self._tls = tls
         self._lock = threading.Lock()
         self._grantors: dict[Peer, _Grantor] = {}
         self._stopping = threading.Event()
@@ -68,7 +70,7 @@ class LeaseKeeper:
         with self._lock:
             grantor = self._grantors.get(peer)
             if grantor is None:
-                channel = grpc.insecure_channel(peer.endpoint, options=channel_options(self._max_message_bytes))
+                channel = connect_blocking(peer.endpoint, max_message_bytes=self._max_message_bytes, tls=self._tls)
                 grantor = self._grantors[peer] = _Grantor(channel)
             grantor.held[request_id] = _Held(on_lost)
 

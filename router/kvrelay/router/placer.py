@@ -16,9 +16,9 @@ from kvrelay.router.books import Books, Entry
 from kvrelay.router.fleet import FleetView, NodeView
 from kvrelay.router.peers import Placed
 from kvrelay.router.placement import Question, place
+from kvrelay.router.tenants import calling
 
 _log = logging.getLogger(__name__)
-TENANT_SALT = b""  # one tenant per fleet
 _SURENESS = (Confidence.EXACT, Confidence.DEGRADED, Confidence.FALLBACK)
 
 
@@ -93,7 +93,7 @@ class IndexPlacer:
 
 
 def _seed(node: NodeView) -> bytes:
-    return prefix_hash.seed(fingerprint=node.layout_fingerprint, tenant_salt=TENANT_SALT)
+    return prefix_hash.seed(fingerprint=node.layout_fingerprint, tenant_salt=calling.get().salt)
 
 
 def _hashes(node: NodeView, token_ids: npt.NDArray[np.int32]) -> list[bytes]:

@@ -1,0 +1,76 @@
+"""Mutual TLS between the parties of a fleet, and who is a member of it.
+
+One private CA signs everybody. Members carry the name MEMBER in their certificates, whatever their addresses are, and
+that name is what both sides of a call check: nodes come and go, and their addresses with them. Clients' certificates do
+not carry it, so a client can talk to routers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from kvrelay.core.errors import SettingsError
+
+MEMBER = "kvrelay-member"
+_NAMES = "x509_subject_alternative_name"
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """One party's certificate, its key, and the CA that it trusts; PEM."""
+
+    ca: bytes = field(repr=False)
+    cert: bytes | None = field(default=None, repr=False)
+    key: bytes | None = field(default=None, repr=False)
+
+    @classmethod
+    def load(cls, *, ca: str, cert: str = "", key: str = "") -> Tls | None:
+        """Read the files; nothing when no CA is named: then everything is plain text.
+
+        Raises:
+            SettingsError: a file cannot be read, or a certificate comes without its key.
+        """
+        if not ca:
+            if cert or key:
+                raise SettingsError("a TLS certificate or key is set but no CA")
+            return None
+        if bool(cert) != bool(key):
+            raise SettingsError("a TLS certificate needs its key and the other way round")
+        return cls(_read(ca), _read(cert) if cert else None, _read(key) if key else None)
+
+    def server_credentials(self, *, require_client_cert: bool = True) -> grpc.ServerCredentials:
+        """Return credentials to serve with.
+
+        Raises:
+            SettingsError: there is no certificate to show.
+        """
+        if self.cert is None or self.key is None:
+            raise SettingsError("a server with TLS needs a certificate and its key")
+        return grpc.ssl_server_credentials([(self.key, self.cert)], self.ca, require_client_cert)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
+
+
+# What makes a channel check the member's name instead of the address it connects to.
+CHANNEL_OPTIONS: Sequence[tuple[str, str]] = (("grpc.ssl_target_name_override", MEMBER),)
+
+
+def is_member(auth_context: Mapping[str, Iterable[bytes]]) -> bool:
+    """Return whether a call's peer has shown a member's certificate."""
+    return MEMBER.encode() in auth_context.get(_NAMES, ())
+
+
+def has_certificate(auth_context: Mapping[str, Iterable[bytes]]) -> bool:
+    return bool(auth_context.get("x509_pem_cert"))
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as err:
+        raise SettingsError(f"cannot read {path}: {err.strerror}") from err
