@@ -14,8 +14,8 @@ from kvrelay.model.evaluation.recall import is_correct, make_grid, make_task
 FILLER = "".join(f"Part {i} of the manual is short. It says what part {i} does. " for i in range(2000))
 
 
-def encode(text: str) -> list[str]:
-    return text.split(" ")
+def encode(text: str) -> list[int]:
+    return [len(word) for word in text.split(" ")]
 
 
 def test_the_same_seed_gives_the_same_task_and_another_seed_another() -> None:
@@ -64,7 +64,7 @@ def test_an_answer_counts_only_when_nothing_changes_it() -> None:
 
 def test_no_subject_of_the_evaluation_is_among_the_training_nouns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "model" / "training"))
-    import fact_words  # type: ignore[import-not-found]  # noqa: PLC0415
+    import fact_words  # noqa: PLC0415
 
     assert not set(recall_words.SUBJECTS) & set(fact_words.NOUNS)
     del sys.modules["fact_words"]
