@@ -10,6 +10,7 @@ import grpc
 
 from kvrelay.cli import client, fleet
 from kvrelay.cli.eval_target import Answer
+from kvrelay.cli.identity import Identity
 from kvrelay.core.errors import UnavailableError
 from kvrelay.proto.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -74,14 +75,16 @@ class ClusterTarget:
 
 
 @contextmanager
-def connected(endpoint: str, *, num_workers: int, timeout_s: float) -> Iterator[ClusterTarget]:
-    """Reach a router for as long as the block lasts.
+def connected(
+    endpoint: str, identity: Identity | None, *, num_workers: int, timeout_s: float
+) -> Iterator[ClusterTarget]:
+    """Reach a router for as long as the block lasts, in plain text without an identity.
 
     Raises:
         UnavailableError: a call failed; the text has the status and the server's words.
     """
     try:
-        with client.connect(endpoint) as channel:
+        with client.connect(endpoint, identity) as channel:
             yield ClusterTarget(channel, endpoint, num_workers=num_workers, timeout_s=timeout_s)
     except grpc.RpcError as err:
         raise UnavailableError(": ".join(client.error_of(err))) from err

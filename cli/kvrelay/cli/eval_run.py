@@ -29,8 +29,12 @@ def target_of(options: argparse.Namespace, text: Text) -> Iterator[Target]:
     """
     if options.endpoint:
         from kvrelay.cli.eval_cluster import connected  # noqa: PLC0415 - only this side needs gRPC
+        from kvrelay.cli.identity import Identity  # noqa: PLC0415
 
-        with connected(options.endpoint, num_workers=options.concurrency, timeout_s=options.timeout_s) as cluster:
+        identity = Identity.of(options)
+        with connected(
+            options.endpoint, identity, num_workers=options.concurrency, timeout_s=options.timeout_s
+        ) as cluster:
             yield cluster
     else:
         from kvrelay.cli.eval_folder import FolderTarget  # noqa: PLC0415 - only this side needs torch
