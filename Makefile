@@ -7,7 +7,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I proto --plugin=protoc-gen-mypy=$(
 	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: install demo test test-full compose-test compose-smoke check format format-check lint types proto stubs-check wheel-check clean
+.PHONY: install demo test test-full soak compose-test compose-smoke check format format-check lint types proto stubs-check wheel-check clean
 
 install: $(VENV)/.installed
 
@@ -36,6 +36,11 @@ compose-test: install
 # One answer out of containers, for CI.
 compose-smoke: install
 	$(PYTEST) -v -m compose tests/compose -k "answered"
+
+# Random traffic under random faults, every answer compared: MINUTES=5 by default; SEED=N plays a schedule again.
+MINUTES ?= 5
+soak: install
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults.lab.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 check: format-check lint types test
 

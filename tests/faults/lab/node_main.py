@@ -1,0 +1,54 @@
+"""`python -m faults.lab.node_main PARENT_PID ROLE OPTION...`: a role with fault points, otherwise the product's own.
+
+With the parent 0 it is a further rank of a prefill ring, as `spawn_ranks` starts them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from faults.lab import control, seams
+from faults.lab.switchboard import Switchboard
+from kvrelay.core.errors import ServeError
+from kvrelay.core.lifecycle import die_with_parent
+
+_APPS = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
+
+
+def main(parent_pid: int, role: str, options: list[str]) -> int:
+    if parent_pid:
+        die_with_parent(parent_pid)
+    app = import_module(f"kvrelay.{_APPS[role]}.app")
+    board = Switchboard()
+    seams.install(role, board)
+    name = seams.name_of(options)
+    control.listen(name if parent_pid else f"{name}.rank{os.environ['RANK']}", board)
+    if role == "prefill":
+        app.spawn_ranks = _spawn_ranks
+    try:
+        status: int = app.main(options) or 0
+    except ServeError as err:
+        sys.stderr.write(f"{role}: {err}\n")
+        return 1
+    return status
+
+
+def _spawn_ranks(argv: Sequence[str], *, ring_size: int, store_port: int) -> list[subprocess.Popen[bytes]]:
+    from kvrelay.prefill_node.settings import child_environment  # noqa: PLC0415 - not in every role
+
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "faults.lab.node_main", "0", "prefill", *argv],
+            env=child_environment(rank=rank, ring_size=ring_size, store_port=store_port),
+            stdout=subprocess.DEVNULL,
+        )
+        for rank in range(1, ring_size)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

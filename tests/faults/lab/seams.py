@@ -1,0 +1,87 @@
+"""Where the lab reaches into a node: places at which the product passes something in or along anyway.
+
+Points: `part` (every write, see part_faults), `decode.step`, `prefill.chunk` (a step takes `seconds` longer; cleared,
+it goes on), `decode.admit`, `decode.reserve`, `prefill.accept` (refused: `unavailable`, `invalid` or `full`),
+`renew` (the router's renewals do not leave).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from faults.lab.part_faults import LabTransport
+from faults.lab.switchboard import Switchboard
+from kvrelay.core.errors import CapacityError, InvalidRequestError, ServeError, UnavailableError
+
+_REFUSALS: dict[str, type[ServeError]] = {
+    "unavailable": UnavailableError,
+    "invalid": InvalidRequestError,
+    "full": CapacityError,
+}
+
+
+def install(role: str, board: Switchboard) -> None:
+    """Put the fault points of a role's process in; nothing strikes until a point is armed."""
+    if role != "router":
+        _wrap_transport(board)
+    if role == "decode":
+        from kvrelay.decode_node.engine import DecodeEngine  # noqa: PLC0415 - only this role has it
+        from kvrelay.decode_node.node import DecodeNode  # noqa: PLC0415
+
+        _before(DecodeEngine, "step", lambda: board.linger("decode.step"))
+        _before(DecodeNode, "on_admitted", lambda: _refuse(board, "decode.admit"))
+        _before(DecodeNode, "reserve", lambda: _refuse(board, "decode.reserve"))
+    elif role == "prefill":
+        from kvrelay.prefill_node.rank import RankWorker  # noqa: PLC0415
+        from kvrelay.prefill_node.servicer import PrefillServicer  # noqa: PLC0415
+
+        _before(RankWorker, "_run_chunk", lambda: board.linger("prefill.chunk"))
+        _before(PrefillServicer, "_checked", lambda: _refuse(board, "prefill.accept"))
+    else:
+        from kvrelay.router.leases import LeaseKeeper  # noqa: PLC0415
+
+        renew = LeaseKeeper._renew_all
+
+        def lossy(keeper: Any) -> None:
+            if board.ask("renew") is None:
+                renew(keeper)
+
+        LeaseKeeper._renew_all = lossy  # type: ignore[method-assign]
+
+
+def _wrap_transport(board: Switchboard) -> None:
+    from kvrelay.kv_transfer.agent_thread import TransferThread  # noqa: PLC0415
+
+    original = TransferThread.__init__
+
+    def with_lab(self: Any, make_transport: Any, **rest: Any) -> None:
+        def make(counters: Any) -> Any:
+            # The checks of a transport's type are the protocol's, so a wrapper is as good as the real one.
+            return LabTransport(make_transport(counters), board)
+
+        original(self, make, **rest)
+
+    TransferThread.__init__ = with_lab  # type: ignore[method-assign, assignment]
+
+
+def _before(owner: type, method: str, hook: Callable[[], None]) -> None:
+    original = getattr(owner, method)
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        hook()
+        return original(*args, **kwargs)
+
+    setattr(owner, method, hooked)
+
+
+def _refuse(board: Switchboard, point: str) -> None:
+    rule = board.ask(point)
+    if rule is not None:
+        raise _REFUSALS[rule.kind](f"refused by the fault lab at {point}")
+
+
+def name_of(argv: list[str]) -> str:
+    """Return the value of --name among options."""
+    return argv[argv.index("--name") + 1] if "--name" in argv else f"pid-{sys.argv[0]}"

@@ -1,0 +1,246 @@
+"""`python -m faults.lab.soak`: random traffic under random faults for some minutes, every answer compared.
+
+Everything random comes from one seed, which is printed; the same seed plays the same schedule of faults and requests.
+The end is 0 wrong answers, 0 leaked pages and 0 stuck requests, or exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import grpc
+
+from cluster.cluster import Answer, status_of
+from faults.lab import part_faults
+from faults.lab.fleet import Fleet, running
+from faults.lab.workload import SPEC, golden, prompt
+
+CLIENTS = 4
+REQUEST_S = 45.0
+SETTLE_S = 60.0
+NUM_PROMPTS, LONGEST, OUTPUT = 60, 900, (1, 2, 8, 24, 60)
+NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+# Statuses that a client may meet while nodes die; anything else is a wrong answer.
+CLEAR = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+@dataclass(slots=True)
+class Result:
+    seed: int
+    minutes: float
+    requests: int = 0
+    right: int = 0
+    cancelled: int = 0
+    failed_clearly: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)
+    leaked: list[str] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    worst_outcome_s: float = 0.0  # from a fault to the end of a request that it met
+
+    @property
+    def good(self) -> bool:
+        return not (self.wrong or self.stuck or self.leaked) and self.right > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One request."""
+
+    which: int
+    num_tokens: int
+    num_output: int
+    cancel_after_s: float | None
+
+    @classmethod
+    def draw(cls, dice: random.Random) -> Plan:
+        which = dice.randrange(NUM_PROMPTS)
+        length = random.Random(which).randrange(1, LONGEST)
+        cancel = dice.random() * 0.5 if dice.random() < 0.15 else None
+        return cls(which, length, dice.choice(OUTPUT), cancel)
+
+
+class Soak:
+    def __init__(self, fleet: Fleet, result: Result) -> None:
+        self._fleet, self._result = fleet, result
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._last_fault_s: float | None = None
+
+    def run(self, minutes: float) -> None:
+        clients = [threading.Thread(target=self._client, args=(number,)) for number in range(CLIENTS)]
+        for client in clients:
+            client.start()
+        self._faults(time.monotonic() + 60 * minutes)
+        self._over.set()
+        for client in clients:
+            client.join(REQUEST_S + 15)
+            if client.is_alive():
+                self._result.stuck.append("a client thread did not end")
+        try:
+            self._fleet.make_whole(SETTLE_S)
+        except AssertionError as err:
+            self._result.leaked += str(err).splitlines()
+
+    # -- traffic
+
+    def _client(self, number: int) -> None:
+        dice = random.Random(f"{self._result.seed}/client {number}")
+        while not self._over.is_set():
+            plan = Plan.draw(dice)
+            began_s = time.monotonic()
+            outcome = self._request(plan)
+            ended_s = time.monotonic()
+            with self._lock:
+                self._note(plan, outcome, began_s, ended_s)
+            if outcome == "UNAVAILABLE":
+                time.sleep(0.5)  # as a polite client would
+
+    def _request(self, plan: Plan) -> str:
+        call = self._fleet.start(prompt(plan.which, plan.num_tokens), max_tokens=plan.num_output, timeout_s=REQUEST_S)
+        timer = None
+        if plan.cancel_after_s is not None:
+            timer = threading.Timer(plan.cancel_after_s, call.cancel)
+            timer.start()
+        answer = Answer()
+        try:
+            for event in call:
+                answer.take(event, 0.0)
+        except grpc.RpcError as err:
+            code, text = status_of(err)
+            if code is grpc.StatusCode.CANCELLED and timer is not None:
+                return "cancelled"
+            return code.name if code in CLEAR else f"wrong status {code.name}: {text}"
+        finally:
+            if timer is not None:
+                timer.cancel()
+        wanted = golden(plan.which, plan.num_tokens, max(OUTPUT))[: plan.num_output]
+        return "right" if tuple(answer.token_ids) == wanted else f"wrong text {answer.token_ids[:8]}, not {wanted[:8]}"
+
+    def _note(self, plan: Plan, outcome: str, began_s: float, ended_s: float) -> None:
+        result = self._result
+        result.requests += 1
+        if ended_s - began_s > REQUEST_S + 2:
+            result.stuck.append(f"{plan} took {ended_s - began_s:.1f} s")
+        if outcome == "right":
+            result.right += 1
+        elif outcome == "cancelled":
+            result.cancelled += 1
+        elif outcome.startswith("wrong"):
+            result.wrong.append(f"{plan}: {outcome}")
+        else:
+            result.failed_clearly[outcome] += 1
+        fault_s = self._last_fault_s
+        if fault_s is not None and began_s <= fault_s <= ended_s:
+            result.worst_outcome_s = max(result.worst_outcome_s, ended_s - fault_s)
+
+    # -- faults
+
+    def _faults(self, until_s: float) -> None:
+        dice = random.Random(f"{self._result.seed}/faults")
+        while time.monotonic() < until_s:
+            time.sleep(dice.uniform(0.5, 3.0))
+            kind = dice.choices(list(_FAULTS), [weight for weight, _ in _FAULTS.values()])[0]
+            with self._lock:
+                self._last_fault_s = time.monotonic()
+                self._result.faults[kind.split(" ")[0]] += 1
+            try:
+                _FAULTS[kind][1](self._fleet, dice)
+            except (OSError, StopIteration, grpc.RpcError):
+                continue  # that process is just being restarted
+
+
+def _part(kind: str) -> object:
+    def strike(fleet: Fleet, dice: random.Random) -> None:
+        node = dice.choice(NODES[:2])
+        fleet.arm(node, "part", kind, skip=dice.randrange(4), count=dice.randint(1, 2), seconds=dice.uniform(0.05, 0.5))
+
+    return strike
+
+
+def _refuse(fleet: Fleet, dice: random.Random) -> None:
+    point, node = dice.choice(
+        [
+            ("prefill.accept", NODES[0]),
+            ("prefill.accept", NODES[1]),
+            ("decode.reserve", NODES[2]),
+            ("decode.admit", NODES[3]),
+        ]
+    )
+    fleet.arm(node, point, dice.choice(["unavailable", "full"]), count=dice.randint(1, 3))
+
+
+def _hang(fleet: Fleet, dice: random.Random) -> None:
+    point, node = dice.choice([("prefill.chunk", NODES[0]), ("prefill.chunk", NODES[1]), ("decode.step", NODES[2])])
+    fleet.arm(node, point, seconds=dice.uniform(0.5, 4.0), count=1)
+
+
+def _kill(fleet: Fleet, dice: random.Random) -> None:
+    fleet.signal(dice.choice(NODES), signal.SIGKILL)
+
+
+def _stop(fleet: Fleet, dice: random.Random) -> None:
+    node, rank = dice.choice([*((name, None) for name in NODES), ("prefill-1", 1)])
+    process = fleet.signal(node, signal.SIGSTOP, rank=rank)
+    time.sleep(dice.uniform(0.2, 5.0))
+    process.send_signal(signal.SIGCONT)
+
+
+def _silent(fleet: Fleet, dice: random.Random) -> None:
+    fleet.arm("router", "renew", count=dice.randint(1, 2))
+
+
+def _index(fleet: Fleet, _: random.Random) -> None:
+    fleet.signal("index", signal.SIGKILL)
+
+
+_FAULTS = {
+    **{f"part-{kind}": (2.0, _part(kind)) for kind in (*part_faults.KINDS, "delay", "slow")},
+    "refuse": (4.0, _refuse),
+    "hang": (3.0, _hang),
+    "kill": (1.0, _kill),  # a node is back after some seconds; the supervisor's budget allows five a minute
+    "stop": (2.0, _stop),
+    "no-renewals": (2.0, _silent),
+    "index-loss": (0.5, _index),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="soak", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000)
+    parser.add_argument("--out", type=Path, help="file for the result, as JSON")
+    options = parser.parse_args()
+    result = Result(options.seed, options.minutes)
+    sys.stdout.write(f"soak: seed {options.seed}, {options.minutes:g} minutes\n")
+    for which in range(NUM_PROMPTS):
+        golden(which, random.Random(which).randrange(1, LONGEST), max(OUTPUT))
+    with running(SPEC) as fleet:
+        Soak(fleet, result).run(options.minutes)
+        logs = "" if result.good else fleet.logs()
+    shown = {
+        **asdict(result), "wrong": len(result.wrong), "stuck": len(result.stuck), "leaked": len(result.leaked),
+        "cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(),
+    }  # fmt: skip
+    sys.stdout.write(json.dumps(shown, indent=1) + "\n")
+    if options.out is not None:
+        options.out.write_text(json.dumps(shown, indent=1) + "\n")
+    if not result.good:
+        sys.stdout.write("\n".join([*result.wrong, *result.stuck, *result.leaked, logs]) + "\n")
+        sys.stdout.write(f"soak: failed; replay with --seed {result.seed}\n")
+    return 0 if result.good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""A2 and the wire: whatever bytes come in, one clear error goes out, and the next request is right."""
+
+from __future__ import annotations
+
+import ast
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.cluster import status_of
+from faults.lab.drive import ME, drive, refusal
+from faults.lab.fleet import Fleet
+from faults.lab.requests import right
+from faults.lab.workload import prompt
+from kvrelay.core.errors import ServeError
+from kvrelay.kv_transfer import notice, wire
+from kvrelay.proto.v1 import common_pb2, decode_pb2, fleet_pb2, handoff_pb2, inference_pb2, prefill_pb2
+from repo import sources
+
+# What a caller may hear about bytes that make no sense; a bug would be UNKNOWN or INTERNAL.
+EXPECTED = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.UNIMPLEMENTED,
+}
+_LIMITS = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+numbers = st.one_of(st.sampled_from([0, 1, 2, (1 << 31) - 1, (1 << 32) - 1]), st.integers(0, (1 << 32) - 1))
+long_numbers = st.one_of(st.sampled_from([0, 1, (1 << 63) - 1, (1 << 64) - 1]), st.integers(0, (1 << 64) - 1))
+blobs = st.one_of(st.binary(max_size=64), st.sampled_from([b"", b"\xff" * 1024, b"\0" * 4, b"\0\0\0\x80"]))
+reals = st.floats(width=64)
+texts = st.text(max_size=20)
+
+
+def messages(kind: Any, depth: int = 3) -> st.SearchStrategy[Any]:
+    """Return messages of a kind with any values in any fields."""
+
+    @st.composite
+    def build(draw: st.DrawFn) -> Any:
+        made = kind()
+        for field in kind.DESCRIPTOR.fields:
+            if not draw(st.booleans()):
+                continue
+            is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+            if is_map:
+                continue
+            value = _value(field, depth, draw)
+            if value is None:
+                continue
+            if field.is_repeated:
+                getattr(made, field.name).extend([value])
+            elif field.message_type is not None:
+                getattr(made, field.name).CopyFrom(value)
+            else:
+                setattr(made, field.name, value)
+        return made
+
+    return build()
+
+
+def _value(field: Any, depth: int, draw: st.DrawFn) -> Any:
+    if field.message_type is not None:
+        return draw(messages(field.message_type._concrete_class, depth - 1)) if depth else None
+    of_type = {
+        field.TYPE_STRING: texts, field.TYPE_BYTES: blobs, field.TYPE_BOOL: st.booleans(), field.TYPE_DOUBLE: reals,
+        field.TYPE_FLOAT: st.floats(width=32), field.TYPE_UINT32: numbers, field.TYPE_UINT64: long_numbers,
+        field.TYPE_FIXED64: long_numbers, field.TYPE_INT32: st.integers(-(1 << 31), (1 << 31) - 1),
+        field.TYPE_ENUM: st.sampled_from([one.number for one in field.enum_type.values] if field.enum_type else [0]),
+    }  # fmt: skip
+    return draw(of_type[field.type])
+
+
+def clear(call: Any) -> None:
+    """Let a call end; whatever it says must be expected."""
+    try:
+        result = call()
+        if hasattr(result, "__next__"):
+            list(result)
+    except grpc.RpcError as err:
+        code, text = status_of(err)
+        assert code in EXPECTED, f"{code}: {text}"
+
+
+METHODS = {
+    "DecodeNode": (decode_pb2, {"Drain"}),
+    "PrefillNode": (prefill_pb2, {"Drain"}),
+    "Inference": (inference_pb2, set()),
+    "Fleet": (fleet_pb2, {"DrainNode"}),
+}
+
+
+def _methods() -> Iterator[tuple[str, str]]:
+    for service, (module, drains) in METHODS.items():
+        for method in module.DESCRIPTOR.services_by_name[service].methods:
+            if method.name not in drains:  # a drain is no garbage: it ends the node
+                yield service, method.name
+
+
+@pytest.mark.parametrize(("service", "method"), list(_methods()))
+def test_a2_no_message_makes_a_server_fail_otherwise_than_clearly(fleet: Fleet, service: str, method: str) -> None:
+    """A2. Every method of every service: raw bytes, and messages with any values in them."""
+    described = METHODS[service][0].DESCRIPTOR.services_by_name[service].methods_by_name[method]
+    kind = described.input_type._concrete_class
+    endpoints = {record.node.name: record.endpoint for record in fleet.nodes()}
+    endpoint = {"DecodeNode": endpoints["decode-0"], "PrefillNode": endpoints["prefill-0"]}.get(service, fleet.endpoint)
+    path = f"/kvrelay.v1.{service}/{method}"
+    with grpc.insecure_channel(endpoint) as channel:
+
+        @given(raw=st.one_of(st.binary(max_size=200), messages(kind).map(lambda made: made.SerializeToString())))
+        @_LIMITS
+        def throw(raw: bytes) -> None:
+            if described.client_streaming:
+                clear(lambda: channel.stream_stream(path)(iter([raw, raw]), timeout=5))
+            elif described.server_streaming:
+                clear(lambda: channel.unary_stream(path)(raw, timeout=2))
+            else:
+                clear(lambda: channel.unary_unary(path)(raw, timeout=5))
+
+        throw()
+    right(fleet, 900, num_tokens=40)
+
+
+@given(raw=st.binary(max_size=200))
+def test_a2_a_notice_is_read_whole_or_refused(raw: bytes) -> None:
+    """A2."""
+    try:
+        read = notice.decode(raw)
+    except ServeError:
+        return
+    assert notice.encode(read) == raw
+
+
+@given(made=messages(handoff_pb2.RankManifest))
+def test_a2_a_manifest_is_read_whole_or_refused(made: handoff_pb2.RankManifest) -> None:
+    """A2."""
+    try:
+        read = wire.manifest_from_pb(made)
+    except ServeError:
+        return
+    assert len(read.parts) == len(made.parts)
+
+
+@pytest.mark.sabotage("tokens_unchecked")
+def test_a_ticket_is_good_for_its_request_epoch_and_writer_only_and_once(fleet: Fleet) -> None:
+    with drive(fleet, prompt(910, 100)) as one:
+        ticket = one.reserve()
+        address = handoff_pb2.TransportAddress()
+        hello = handoff_pb2.AttachHello(
+            epoch=ticket.epoch, request=ticket.request, writer=ticket.writer, rank=0,
+            one_time_token=ticket.one_time_token, layout_fingerprint=ticket.layout_fingerprint, address=address,
+        )  # fmt: skip
+
+        def attach(**changed: Any) -> tuple[grpc.StatusCode, str]:
+            said = handoff_pb2.AttachHello()
+            said.CopyFrom(hello)
+            for name, value in changed.items():
+                if isinstance(value, bytes):
+                    setattr(said, name, value)
+                else:
+                    getattr(said, name).CopyFrom(value)
+            return refusal(lambda: one.decode.Attach(iter([handoff_pb2.WriterEvent(hello=said)]), timeout=5))
+
+        wrong: dict[str, Any] = {
+            "one_time_token": secrets.token_bytes(16),
+            "request": common_pb2.RequestRef(request_id=ticket.request.request_id, attempt=2),
+            "writer": ME,
+            "epoch": common_pb2.Epoch(decode=ticket.epoch.decode, counter=ticket.epoch.counter + 1),
+        }
+        for name, value in wrong.items():
+            code, text = attach(**{name: value})
+            assert code is grpc.StatusCode.FAILED_PRECONDITION, f"{name}: {text}"
+        one.abort(one.decode)
+        assert attach()[0] is grpc.StatusCode.FAILED_PRECONDITION
+    fleet.assert_settled()
+
+
+def test_nothing_that_runs_code_is_read_from_the_wire() -> None:
+    """No pickle and nothing like it, in any file of the product."""
+    forbidden = {
+        "pickle",
+        "cPickle",
+        "dill",
+        "marshal",
+        "shelve",
+        "cloudpickle",
+        "broadcast_object_list",
+        "get_serialized_descs",
+    }
+    found = []
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = (
+                {alias.name.split(".")[0] for alias in node.names}
+                if isinstance(node, ast.Import | ast.ImportFrom)
+                else set()
+            )
+            if isinstance(node, ast.ImportFrom):
+                names.add((node.module or "").split(".")[0])
+            if isinstance(node, ast.Attribute):
+                names.add(node.attr)
+            if names & forbidden:
+                found.append(f"{path.name}: {names & forbidden}")
+    assert found == []
