@@ -22,6 +22,7 @@ from kvrelay.core.types import Incarnation, Sampling
 from kvrelay.index.reader import Confidence
 from kvrelay.proto.server import connect, serve
 from kvrelay.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2, prefill_pb2, prefill_pb2_grpc
+from kvrelay.router.admission import Terms
 from kvrelay.router.attempt import Background, Shared
 from kvrelay.router.leases import LeaseKeeper
 from kvrelay.router.orchestrate import Event, Job, Orchestrator, TokensEvent
@@ -111,6 +112,9 @@ class PlayedDecode(decode_pb2_grpc.DecodeNodeServicer):
         epoch = common_pb2.Epoch(decode=request.node, counter=len(self.reserved))
         return decode_pb2.ReserveReply(ticket=handoff_pb2.Ticket(epoch=epoch, request=request.request))
 
+    async def FenceWriter(self, request: Any, context: Any) -> decode_pb2.FenceWriterReply:
+        return decode_pb2.FenceWriterReply()
+
     async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[handoff_pb2.ReaderEvent]:
         yield handoff_pb2.ReaderEvent()
 
@@ -166,7 +170,13 @@ class Stage:
     put_aside: list[Incarnation] = field(default_factory=list)
 
     async def place(
-        self, *, token_ids: npt.NDArray[np.int32], max_tokens: int, needs_decode: bool, avoid: frozenset[Incarnation]
+        self,
+        *,
+        token_ids: npt.NDArray[np.int32],
+        max_tokens: int,
+        needs_decode: bool,
+        avoid: frozenset[Incarnation],
+        terms: Terms | None = None,
     ) -> Placed:
         prefills = [node for node in self.prefill_nodes if node.incarnation not in avoid]
         decodes = [node for node in self.decode_nodes if node.incarnation not in avoid]

@@ -259,6 +259,50 @@ async def test_a_drained_node_gets_nothing_any_more(index: EmbeddedServer, model
     assert (code, "no prefill node" in text) == (grpc.StatusCode.UNAVAILABLE, True)
 
 
+async def test_a_request_can_be_explained_and_one_that_was_never_placed_cannot(
+    index: EmbeddedServer, model: Path
+) -> None:
+    async with playing(index, model) as stage:
+        await stage.registry.register(
+            _record("small", fleet_pb2.NODE_ROLE_DECODE, "127.0.0.1:1", total_pages=0), ttl_s=60
+        )
+        await until(lambda: len(stage.router.fleet.nodes()) == 3)
+        events = await stage.run(asked())
+        why = await stage.fleet.Explain(fleet_pb2.ExplainRequest(request_id=events[0].accepted.request_id))
+        with pytest.raises(aio.AioRpcError) as caught:
+            await stage.fleet.Explain(fleet_pb2.ExplainRequest(request_id="nobody"))
+
+    assert {(one.node, one.verdict) for one in why.candidates} == {("prefill", "chosen"), ("decode", "chosen")}
+    assert all(one.total_s == pytest.approx(sum(one.parts_s.values())) for one in why.candidates)
+    assert dict(why.refused) == {"small": "has 0 pages, the request needs 1"}
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_o1_a_request_beyond_the_bounded_queue_is_refused_at_once_with_a_hint(
+    index: EmbeddedServer, model: Path
+) -> None:
+    async with playing(index, model, prefill=PlayedPrefill(silent_s=0.5), max_waiting=1) as stage:
+        first = asyncio.create_task(stage.run(asked()))
+        await until(lambda: stage.prefill.calls)
+        with pytest.raises(aio.AioRpcError, match="1 requests wait") as caught:
+            await stage.run(asked(), timeout=0.4)
+        assert said(await first) == TEXT[:8]
+
+    hints = dict(caught.value.trailing_metadata() or ())
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert int(hints["retry-after-ms"]) == 1000
+    assert len(stage.decode.reserved) == 1  # no work was done for it
+
+
+async def test_a_service_class_that_does_not_exist_is_refused(index: EmbeddedServer, model: Path) -> None:
+    request = asked()
+    request.service_class = 9  # type: ignore[assignment]
+    async with playing(index, model) as stage:
+        code, text = await stage.fails(request)
+
+    assert (code, "service_class is 9" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+
+
 async def test_a_stopping_router_lets_its_requests_end(index: EmbeddedServer, model: Path) -> None:
     async with playing(index, model, decode=PlayedDecode(step_s=0.05)) as stage:
         running = asyncio.create_task(stage.run(asked()))

@@ -10,6 +10,7 @@ import argparse
 from importlib.metadata import version
 from typing import Any
 
+from kvrelay.cli.bench_options import add_simulations
 from kvrelay.cli.defaults import ENDPOINT
 from kvrelay.cli.eval_options import add_eval
 from kvrelay.cli.identity_options import add_identity
@@ -40,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_nodes(commands.add_parser("nodes", help="what runs where"))
     _add_drain(commands.add_parser("drain", help="take a node out without losing a request"))
     _add_fence(commands.add_parser("fence", help="say that a node is dead, so that pages kept from it come back"))
+    _add_explain(commands.add_parser("explain", help="why a request went where it went"))
     _add_health(commands.add_parser("health", help="whether a server is ready; for probes"))
     _add_certs(commands.add_parser("certs", help="a CA and certificates of your own, for trying out TLS"))
     _add_bench(commands.add_parser("bench", help="measure, side by side"))
@@ -127,6 +129,14 @@ def _add_fence(fence: argparse.ArgumentParser) -> None:
     fence.set_defaults(run="kvrelay.cli.fleet:run_fence")
 
 
+def _add_explain(explain: argparse.ArgumentParser) -> None:
+    explain.add_argument("request", metavar="REQUEST", help="its id, as `kvrelay generate --json` shows it")
+    explain.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router that placed it")
+    explain.add_argument("--json", action="store_true", help="print one JSON object")
+    add_identity(explain)
+    explain.set_defaults(run="kvrelay.cli.explain:run")
+
+
 def _add_health(health: argparse.ArgumentParser) -> None:
     health.add_argument("endpoint", nargs="?", default=ENDPOINT, metavar="HOST:PORT", help="a router or a node")
     health.add_argument("--service", default="", metavar="NAME", help="one service of it; without, the whole server")
@@ -161,3 +171,4 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     cpu.add_argument("--threads", type=positive, default=2, metavar="N", help="intra-op threads of both")
     cpu.add_argument("--out", metavar="DIR", help="folder for the result file; without it nothing is written")
     cpu.set_defaults(run="kvrelay.bench.cpu:run")
+    add_simulations(kinds)

@@ -3,9 +3,11 @@
     ServeError
     ├── InvalidRequestError      the client's mistake; nobody can serve this request
     ├── UnknownModelError        the client named a model that is not served
+    ├── UnknownRequestError      nothing is known of this request (any more)
     ├── MessageTooLargeError     the request is larger than the configured limit
     ├── CapacityError            no room now; another node or a later moment may have it
     ├── UnavailableError         a node or service cannot be reached or is leaving
+    │   └── OverloadedError      too much is waiting; says when to ask again
     ├── DeadlineError            the request's time is over
     ├── RequestCancelledError           the client or the other leg went away
     ├── StaleMessageError        a message of an older epoch, attempt or incarnation
@@ -57,6 +59,10 @@ class UnknownModelError(ServeError):
     status = Status.NOT_FOUND
 
 
+class UnknownRequestError(ServeError):
+    status = Status.NOT_FOUND
+
+
 class MessageTooLargeError(ServeError):
     status = Status.RESOURCE_EXHAUSTED
 
@@ -69,6 +75,14 @@ class CapacityError(ServeError):
 class UnavailableError(ServeError):
     status = Status.UNAVAILABLE
     retry_elsewhere = True
+
+
+class OverloadedError(UnavailableError):
+    """Refused at the door, before any work was done; `retry_after_s` says when to ask again."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineError(ServeError):

@@ -12,6 +12,7 @@ from grpc import aio
 from kvrelay.core.errors import (
     DeadlineError,
     InvalidRequestError,
+    OverloadedError,
     RequestCancelledError,
     ServeError,
     Status,
@@ -19,6 +20,8 @@ from kvrelay.core.errors import (
 )
 
 RETRY_KEY = "retry-elsewhere"
+RETRY_AFTER_KEY = "retry-after-ms"
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"  # gRPC clients with a retry policy wait this long by themselves
 _BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -37,8 +40,15 @@ async def grpc_status(context: aio.ServicerContext[Any, Any]) -> AsyncIterator[N
     try:
         yield
     except ServeError as err:
-        context.set_trailing_metadata(((RETRY_KEY, str(int(err.retry_elsewhere))),))
+        context.set_trailing_metadata((*_retry_hints(err), (RETRY_KEY, str(int(err.retry_elsewhere)))))
         await context.abort(_BY_NUMBER[err.status.value], str(err))
+
+
+def _retry_hints(err: ServeError) -> tuple[tuple[str, str], ...]:
+    if not isinstance(err, OverloadedError):
+        return ()
+    after_ms = str(max(1, round(err.retry_after_s * 1e3)))
+    return (RETRY_AFTER_KEY, after_ms), (_PUSHBACK_KEY, after_ms)
 
 
 def from_rpc_error(err: aio.AioRpcError, *, peer: str) -> ServeError:

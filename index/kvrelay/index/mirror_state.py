@@ -2,8 +2,8 @@
 
 It is fed with changes, which each holder numbers from 1, and with snapshots. A number that is skipped means that a
 change was lost: the holder is then incomplete until its next snapshot. Of a complete holder only leading blocks count.
-Of an incomplete one the deepest block that is known counts: nodes evict a block only after all that follow it, so a lost
-"has" in the middle of a prefix says less than the "has" behind it.
+Of an incomplete one the deepest block that is known counts: nodes evict a block only after all that follow it, so a
+lost "has" in the middle of a prefix says less than the "has" behind it.
 """
 
 from __future__ import annotations

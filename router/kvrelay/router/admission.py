@@ -33,6 +33,17 @@ TARGETS: Mapping[Slo, Targets] = MappingProxyType(
 )
 
 
+ROOM_FOR_OTHERS = 0.7  # of the promised wait may be ahead at the door; shorter requests that come later overtake
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a request asks for, besides its work."""
+
+    slo: Slo
+    left_s: float  # until the client's deadline
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
     """What the best placement promises a request."""
@@ -51,23 +62,26 @@ class Refusal:
     retry_after_s: float
 
 
-def judge(prospect: Prospect, *, slo: Slo, left_s: float, waiting: int, max_waiting: int) -> Refusal | None:
+def judge(prospect: Prospect, terms: Terms, *, waiting: int, max_waiting: int) -> Refusal | None:
     """Return why a request is refused, or None.
 
     Args:
-        left_s: until the client's deadline.
         waiting: requests whose prompt is not computed yet.
     """
+    slo, left_s = terms.slo, terms.left_s
     targets = TARGETS[slo]
     if waiting >= max_waiting:
         return Refusal(f"{waiting} requests wait, at most {max_waiting} may", max(1.0, prospect.wait_s / 2))
     if not prospect.is_proven:
         return None  # a node that nobody has seen work may be faster than it says
-    if prospect.wait_s > targets.wait_s:
-        reason = f"the wait would be {prospect.wait_s:.3g} s, {slo.value} requests wait at most {targets.wait_s:g} s"
-        return Refusal(reason, prospect.wait_s - targets.wait_s)
+    longest_s = ROOM_FOR_OTHERS * targets.wait_s
+    if prospect.wait_s > longest_s:
+        reason = (
+            f"{prospect.wait_s:.3g} s of work are ahead, {slo.value} requests are let in behind at most {longest_s:g} s"
+        )
+        return Refusal(reason, prospect.wait_s - longest_s)
     needs_s = prospect.wait_s + prospect.compute_s
-    if needs_s > left_s:
+    if prospect.compute_s <= left_s < needs_s:  # what is too long by itself is no matter of load
         return Refusal(
             f"the first token would take {needs_s:.3g} s, the deadline leaves {left_s:.3g} s", needs_s - left_s
         )

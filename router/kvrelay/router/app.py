@@ -66,7 +66,13 @@ class Router:
         self._leases = LeaseKeeper(
             self.id, lease_s=settings.lease_s, max_message_bytes=settings.max_message_bytes, tls=self._tls
         )
-        placer = IndexPlacer(self.fleet, self._reader, long_prompt_tokens=settings.long_prompt_tokens)
+        placer = IndexPlacer(
+            self.fleet,
+            self._reader,
+            long_prompt_tokens=settings.long_prompt_tokens,
+            max_waiting=settings.max_waiting,
+        )
+        self.decisions = placer.decisions
         shared = Shared(self.id, self.fleet, self._leases, self._background)
         orchestrator = Orchestrator(shared, placer, settings.max_retries)
         self.metrics = RouterMetrics()
@@ -117,7 +123,7 @@ class Router:
 
     def _add_services(self, grpc_server: aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(self.inference, grpc_server)
-        fleet_pb2_grpc.add_FleetServicer_to_server(FleetServicer(self.fleet), grpc_server)
+        fleet_pb2_grpc.add_FleetServicer_to_server(FleetServicer(self.fleet, self.decisions), grpc_server)
 
     def _report(self) -> None:
         missing = missing_for_service(self.fleet.nodes())

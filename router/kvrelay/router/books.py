@@ -94,6 +94,11 @@ class Books:
         at_work[id(entry)] = entry
         return entry
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose prompt is not computed yet."""
+        return sum(len(account.at_work) for account in self.accounts.values())
+
     def loads(self) -> Mapping[Incarnation, Load]:
         """Return the load of every node that has any, now or lately."""
         loads = {

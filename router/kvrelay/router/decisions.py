@@ -6,7 +6,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvrelay.core.types import Role
 from kvrelay.index.reader import Confidence
+from kvrelay.proto.v1 import fleet_pb2
 from kvrelay.router.placement import Pair
 
 MAX_DECISIONS = 4096
@@ -17,7 +19,7 @@ class Candidate:
     """A node that was looked at."""
 
     name: str
-    role: str
+    role: Role
     ring_size: int
     cached_tokens: int
     total_s: float
@@ -75,6 +77,27 @@ def explained(pair: Pair, *, prompt_tokens: int, confidence: Confidence, cached:
             verdict = f"costs {one.total_s - best_s.get(node.role, one.total_s):.3g} s more than the chosen one"
         tokens = cached.get(node.incarnation.name, 0)
         candidates.append(
-            Candidate(node.incarnation.name, node.role.value, node.ring_size, tokens, one.total_s, one.parts, verdict)
+            Candidate(node.incarnation.name, node.role, node.ring_size, tokens, one.total_s, one.parts, verdict)
         )
     return Decision(prompt_tokens, confidence, tuple(candidates), pair.refused)
+
+
+def decision_to_pb(decision: Decision) -> fleet_pb2.ExplainReply:
+    candidates = [
+        fleet_pb2.Candidate(
+            node=one.name,
+            role=fleet_pb2.NODE_ROLE_PREFILL if one.role is Role.PREFILL else fleet_pb2.NODE_ROLE_DECODE,
+            ring_size=one.ring_size,
+            cached_tokens=one.cached_tokens,
+            total_s=one.total_s,
+            parts_s=dict(one.parts),
+            verdict=one.verdict,
+        )
+        for one in decision.candidates
+    ]
+    return fleet_pb2.ExplainReply(
+        prompt_tokens=decision.prompt_tokens,
+        index_confidence=decision.confidence.value,
+        candidates=candidates,
+        refused=decision.refused,
+    )

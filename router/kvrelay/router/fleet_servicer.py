@@ -7,10 +7,11 @@ from typing import Any
 
 from grpc import aio
 
-from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.errors import InvalidRequestError, UnknownRequestError
 from kvrelay.core.grpc_status import from_rpc_error, grpc_status
 from kvrelay.core.types import Role
 from kvrelay.proto.v1 import common_pb2, decode_pb2, fleet_pb2, fleet_pb2_grpc
+from kvrelay.router.decisions import DecisionLog, decision_to_pb
 from kvrelay.router.fleet import FleetView, view_of
 
 _DRAIN_TIMEOUT_S = 5.0
@@ -18,10 +19,11 @@ _FENCE_TIMEOUT_S = 5.0
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServicer):
-    """Lists nodes, drains them, and fences dead ones."""
+    """Lists nodes, drains them, fences dead ones, and says why a request went where it went."""
 
-    def __init__(self, fleet: FleetView) -> None:
+    def __init__(self, fleet: FleetView, decisions: DecisionLog) -> None:
         self._fleet = fleet
+        self._decisions = decisions
 
     async def ListNodes(
         self, request: fleet_pb2.ListNodesRequest, context: aio.ServicerContext[Any, Any]
@@ -33,6 +35,17 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
     ) -> fleet_pb2.DrainNodeReply:
         async with grpc_status(context):
             return fleet_pb2.DrainNodeReply(active_requests=await self._drain(request.name))
+
+    async def Explain(
+        self, request: fleet_pb2.ExplainRequest, context: aio.ServicerContext[Any, Any]
+    ) -> fleet_pb2.ExplainReply:
+        async with grpc_status(context):
+            decision = self._decisions.find(request.request_id)
+            if decision is None:
+                raise UnknownRequestError(
+                    f"request {request.request_id!r} is not among the {len(self._decisions)} that are remembered here"
+                )
+            return decision_to_pb(decision)
 
     async def FenceNode(
         self, request: fleet_pb2.FenceNodeRequest, context: aio.ServicerContext[Any, Any]

@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.core.clock import Deadline
-from kvrelay.core.errors import ServeError, Status, UnavailableError
+from kvrelay.core.errors import OverloadedError, ServeError, Status, UnavailableError
 from kvrelay.core.types import FinishReason, Incarnation, PromptLogprobs, SampledToken, Sampling, Usage
 from kvrelay.proto import convert
 from kvrelay.proto.v1 import common_pb2, decode_pb2, prefill_pb2
+from kvrelay.router.admission import Slo, Terms
 from kvrelay.router.attempt import Attempt, Shared, Work
 from kvrelay.router.legs import LegFailedError
 from kvrelay.router.peers import Placed, Placer
@@ -40,6 +41,7 @@ class Job:
     request_id: str
     token_ids: npt.NDArray[np.int32]
     sampling: Sampling
+    slo: Slo = Slo.STANDARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +190,15 @@ class Run:
     ) -> Placed:
         """Choose nodes. A client that has heard of its request cannot send it again, so a retry waits for `patience_s`:
         in a rolling restart the next node may drain just before the registry's news of the last one get here."""
+        terms = None if self._admitted else Terms(self._job.slo, self._deadline.remaining_s())
         until_s = self._timer.clock() + min(patience_s, self._deadline.remaining_s())
         while True:
             try:
                 return await self._placer.place(
-                    token_ids=prompt, max_tokens=max_tokens, needs_decode=max_tokens > 1, avoid=avoid
+                    token_ids=prompt, max_tokens=max_tokens, needs_decode=max_tokens > 1, avoid=avoid, terms=terms
                 )
+            except OverloadedError:
+                raise
             except UnavailableError:
                 if self._timer.clock() >= until_s:
                     raise

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvrelay.core.types import Incarnation
 from kvrelay.index.reader import Confidence
 from kvrelay.proto.v1 import decode_pb2_grpc, prefill_pb2_grpc
+from kvrelay.router.admission import Terms
 
 
 class Node(Protocol):
@@ -40,9 +41,22 @@ class Placed:
 
 class Placer(Protocol):
     async def place(
-        self, *, token_ids: npt.NDArray[np.int32], max_tokens: int, needs_decode: bool, avoid: frozenset[Incarnation]
+        self,
+        *,
+        token_ids: npt.NDArray[np.int32],
+        max_tokens: int,
+        needs_decode: bool,
+        avoid: frozenset[Incarnation],
+        terms: Terms | None = None,
     ) -> Placed:
-        """Choose nodes. Raises UnavailableError when none is left, CapacityError when none has room."""
+        """Choose nodes.
+
+        Args:
+            terms: what the request may be refused by; None = it has been let in before.
+
+        Raises:
+            UnavailableError: no node is left. OverloadedError: the terms cannot be kept.
+        """
         ...
 
 

@@ -33,9 +33,9 @@ class Pair:
     work_s: float = field(default=0.0, compare=False)  # predicted time of computing them
     scores: tuple[Score, ...] = field(default=(), compare=False)  # of every node that was not left out
 
-    def wait_s(self) -> float:
-        """Return the predicted wait for the work ahead."""
-        return next((one.parts["wait_s"] for one in self.scores if one.node is self.prefill), 0.0)
+    def backlog_s(self) -> float:
+        """Return the predicted time of all work ahead."""
+        return next((one.backlog_s for one in self.scores if one.node is self.prefill), 0.0)
 
     def step_s(self) -> float:
         """Return the predicted time of a decode step with this request in it; 0 without a decode node."""

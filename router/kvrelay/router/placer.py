@@ -3,45 +3,70 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Set as AbstractSet
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrelay.core import prefix_hash
+from kvrelay.core.clock import Clock, monotonic
+from kvrelay.core.errors import OverloadedError
 from kvrelay.core.types import Incarnation
 from kvrelay.index.reader import Confidence, Match, PrefixReader
+from kvrelay.router.admission import Prospect, Terms, judge
 from kvrelay.router.books import Books, Entry
+from kvrelay.router.decisions import Decision, DecisionLog, explained
 from kvrelay.router.fleet import FleetView, NodeView
+from kvrelay.router.learned import Learned
 from kvrelay.router.peers import Placed
-from kvrelay.router.placement import Question, place
+from kvrelay.router.placement import Pair, Question, place
 from kvrelay.router.tenants import calling
 
-_log = logging.getLogger(__name__)
+LEAST_OBSERVED_TOKENS = 256  # in shorter prefills the messages between the processes weigh too much
 _SURENESS = (Confidence.EXACT, Confidence.DEGRADED, Confidence.FALLBACK)
 
 
 class IndexPlacer:
     """Places requests over the fleet as it is now. Implements `peers.Placer`."""
 
-    def __init__(self, fleet: FleetView, reader: PrefixReader, *, long_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        fleet: FleetView,
+        reader: PrefixReader,
+        *,
+        long_prompt_tokens: int,
+        max_waiting: int = 1024,
+        clock: Clock = monotonic,
+    ) -> None:
+        """`max_waiting`: most requests whose prompt is not computed yet; more are refused."""
         self._fleet = fleet
         self._reader = reader
         self._long_prompt_tokens = long_prompt_tokens
-        self._books = Books()
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._books = Books(clock)
+        self._learned = Learned()
         self._entries: dict[int, Entry] = {}  # by identity of the Placed that was given out
+        self._decided: dict[int, Decision] = {}
+        self.decisions = DecisionLog()
 
     async def place(
-        self, *, token_ids: npt.NDArray[np.int32], max_tokens: int, needs_decode: bool, avoid: frozenset[Incarnation]
+        self,
+        *,
+        token_ids: npt.NDArray[np.int32],
+        max_tokens: int,
+        needs_decode: bool,
+        avoid: frozenset[Incarnation],
+        terms: Terms | None = None,
     ) -> Placed:
         """Choose nodes for a prompt.
 
         Raises:
             InvalidRequestError: no node could ever hold it.
             UnavailableError: no node can take it now.
+            OverloadedError: it would not be kept to its terms.
         """
-        nodes = self._fleet.nodes()
+        nodes = self._learned.corrected(self._fleet.nodes())
         hashes, cached, confidence = await self._cached(nodes, token_ids)
         question = Question(
             prompt_tokens=len(token_ids),
@@ -52,24 +77,49 @@ class IndexPlacer:
             loads=self._books.loads(),
             avoid=avoid,
         )
+        self.decisions.confidences[confidence] += 1
         pair = place(nodes, question)
+        if terms is not None:
+            self._admit(pair, terms)
         decode_pages = 0 if pair.decode is None else question.pages(pair.decode)
         entry = self._books.enter(pair, decode_pages=decode_pages, hashes=hashes[pair.prefill.layout_fingerprint])
-        _log.debug(
-            "placed on %s and %s, %d of %d tokens remain, index %s, left out: %s",
-            pair.prefill.incarnation, pair.decode and pair.decode.incarnation, pair.remaining_tokens, len(token_ids),
-            confidence.value, dict(pair.refused),
-        )  # fmt: skip
-        return self._given_out(Placed(pair.prefill, pair.decode, _seed(pair.prefill), confidence, entry.release), entry)
+        placed = Placed(pair.prefill, pair.decode, _seed(pair.prefill), confidence, entry.release)
+        names = {node.name: tokens for node, tokens in cached.items()}
+        decision = explained(pair, prompt_tokens=len(token_ids), confidence=confidence, cached=names)
+        return self._given_out(placed, entry, decision)
+
+    def _admit(self, pair: Pair, terms: Terms) -> None:
+        prospect = Prospect(
+            wait_s=pair.backlog_s(),
+            compute_s=pair.work_s,
+            step_s=0.0,  # of decode nodes nobody has said or seen how fast they are
+            is_proven=self._learned.is_proven(pair.prefill.incarnation),
+        )
+        refusal = judge(prospect, terms, waiting=self._books.num_waiting, max_waiting=self._max_waiting)
+        if refusal is not None:
+            raise OverloadedError(refusal.reason, retry_after_s=refusal.retry_after_s)
+
+    def named(self, placed: Placed, request_id: str) -> None:
+        """Enter the decision of a placed request into the log."""
+        if (decision := self._decided.get(id(placed))) is not None:
+            self.decisions.enter(request_id, decision)
 
     def computed(self, placed: Placed) -> None:
         """Say that the prompt of a placed request is computed: it is no work ahead any more."""
-        if (entry := self._entries.get(id(placed))) is not None:
-            entry.computed()
+        entry = self._entries.get(id(placed))
+        if entry is None or entry.is_computed:
+            return
+        if entry.is_alone and entry.shares[0].tokens >= LEAST_OBSERVED_TOKENS:
+            share = entry.shares[0]
+            took_s = self._clock() - entry.entered_s
+            self._learned.observe_prefill(share.node, predicted_s=share.work_s, observed_s=took_s)
+        entry.computed()
 
-    def _given_out(self, placed: Placed, entry: Entry) -> Placed:
+    def _given_out(self, placed: Placed, entry: Entry, decision: Decision) -> Placed:
         self._entries = {key: one for key, one in self._entries.items() if not one.is_released}
+        self._decided = {key: one for key, one in self._decided.items() if key in self._entries}
         self._entries[id(placed)] = entry
+        self._decided[id(placed)] = decision
         return placed
 
     async def _cached(

@@ -81,6 +81,7 @@ class Score:
     parts: Mapping[str, float]
     total_s: float
     must_evict: bool = False
+    backlog_s: float = 0.0  # all work ahead on a prefill node, also that of longer requests
     step_s: float = 0.0  # of a decode step with the request
 
     @property
@@ -114,6 +115,16 @@ def wait_s(node: NodeView, question: Question, compute: float) -> float:
     return ahead + max(0.0, queued_s - ours)
 
 
+def backlog_s(node: NodeView, question: Question) -> float:
+    """Return how long all work ahead on a prefill node takes.
+
+    Admission goes by this and not by `wait_s`: shorter requests will go on to come in and to overtake.
+    """
+    load = question.load(node)
+    queued_s = max(node.queued_tokens, load.tokens) * node.cost.token_s / node.ring_size
+    return max(sum(load.works_s), queued_s)
+
+
 def prefill_score(node: NodeView, question: Question, *, least_recent_s: float = 0.0) -> Score:
     compute = work_s(node, question)
     parts = {
@@ -123,7 +134,7 @@ def prefill_score(node: NodeView, question: Question, *, least_recent_s: float =
         "eviction_s": EVICTION * compute if node.free_pages < question.pages(node) else 0.0,
         "evenness_s": EVENNESS * (question.load(node).recent_s - least_recent_s),
     }
-    return Score(node, parts, sum(parts.values()))
+    return Score(node, parts, sum(parts.values()), backlog_s=backlog_s(node, question))
 
 
 def decode_score(node: NodeView, question: Question) -> Score:
@@ -135,4 +146,4 @@ def decode_score(node: NodeView, question: Question) -> Score:
         "steps_s": question.expected_output * step,
     }
     must_evict = node.free_pages - load.pages < question.pages(node)
-    return Score(node, parts, sum(parts.values()), must_evict, step)
+    return Score(node, parts, sum(parts.values()), must_evict, step_s=step)

@@ -18,6 +18,7 @@ from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.types import FinishReason
 from kvrelay.proto.v1 import inference_pb2 as pb
 from kvrelay.proto.v1 import inference_pb2_grpc
+from kvrelay.router.admission import Slo
 from kvrelay.router.fleet import FleetView
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.model_files import ModelFiles
@@ -38,7 +39,7 @@ from kvrelay.router.settings import RouterSettings
 from kvrelay.router.stream import ClientStream, placement_to_pb
 from kvrelay.router.timesplit import RequestTimer
 from kvrelay.router.tokenizer import PromptTokenizer
-from kvrelay.router.validation import Limits, ValidRequest, check_model, read_packed_ids, validate
+from kvrelay.router.validation import Limits, ValidRequest, check_model, read_packed_ids, service_class, validate
 
 Ids = npt.NDArray[np.uint32] | npt.NDArray[np.int32]
 
@@ -76,8 +77,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async with grpc_status(context):
                 try:
                     async with asyncio.timeout(limit_s):
+                        slo = service_class(request.service_class)
                         valid = await self._let_in(request, timer)
-                        await self._run(valid, context, timer, Deadline.after(limit_s))
+                        await self._run(valid, slo, context, timer, Deadline.after(limit_s))
                         status = "ok"
                 except TimeoutError as err:
                     status = Status.DEADLINE_EXCEEDED.name
@@ -126,9 +128,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return valid
 
     async def _run(
-        self, valid: ValidRequest, context: aio.ServicerContext[Any, Any], timer: RequestTimer, deadline: Deadline
+        self,
+        valid: ValidRequest,
+        slo: Slo,
+        context: aio.ServicerContext[Any, Any],
+        timer: RequestTimer,
+        deadline: Deadline,
     ) -> None:
-        job = Job(secrets.token_hex(8), valid.prompt_T, valid.sampling)
+        job = Job(secrets.token_hex(8), valid.prompt_T, valid.sampling, slo)
         output = Output(
             self._files.tokenizer, stop_token_ids=valid.sampling.stop_token_ids, stop_strings=valid.stop_strings
         )
@@ -151,6 +158,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async for event in events:
                 if isinstance(event, PlacedEvent):
                     self._metrics.placed(event.placed.confidence)
+                    self._placer.named(event.placed, stream.request_id)
                     await stream.accepted(event.placed, seed=seed)
                 elif isinstance(event, ProgressEvent):
                     if not stream.output.token_ids:  # else a retry goes on behind tokens that the client has

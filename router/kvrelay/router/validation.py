@@ -13,7 +13,8 @@ import numpy.typing as npt
 from kvrelay.core.errors import InvalidRequestError, UnknownModelError
 from kvrelay.core.types import Sampling
 from kvrelay.proto.convert import sampling_from_pb, sampling_to_pb
-from kvrelay.proto.v1 import common_pb2
+from kvrelay.proto.v1 import common_pb2, inference_pb2
+from kvrelay.router.admission import Slo
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
@@ -22,6 +23,12 @@ MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 100.0
 _SEED_BITS = 63
+_SERVICE_CLASSES: dict[int, Slo] = {
+    inference_pb2.SERVICE_CLASS_UNSPECIFIED: Slo.STANDARD,
+    inference_pb2.SERVICE_CLASS_INTERACTIVE: Slo.INTERACTIVE,
+    inference_pb2.SERVICE_CLASS_STANDARD: Slo.STANDARD,
+    inference_pb2.SERVICE_CLASS_BATCH: Slo.BATCH,
+}
 _VALIDATED: Final = object()
 
 
@@ -65,6 +72,17 @@ def check_model(wanted: str, limits: Limits) -> None:
     """
     if wanted not in ("", limits.model):
         raise UnknownModelError(f"model {wanted!r} is not served here; {limits.model!r} is")
+
+
+def service_class(wanted: int) -> Slo:
+    """
+    Raises:
+        InvalidRequestError: there is no such class.
+    """
+    slo = _SERVICE_CLASSES.get(wanted)
+    if slo is None:
+        raise InvalidRequestError(f"service_class is {wanted}; known are 0 to {max(_SERVICE_CLASSES)}")
+    return slo
 
 
 def read_packed_ids(packed: bytes) -> npt.NDArray[np.uint32]:

@@ -50,6 +50,11 @@ class FleetStub(object):
                 request_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.FenceNodeRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.FenceNodeReply.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvrelay.v1.Fleet/Explain',
+                request_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainReply.FromString,
+                _registered_method=True)
 
 
 class FleetServicer(object):
@@ -77,6 +82,13 @@ class FleetServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why a request went where it went. NOT_FOUND when this router has not placed it, or it was too long ago.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +106,11 @@ def add_FleetServicer_to_server(servicer, server):
                     servicer.FenceNode,
                     request_deserializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.FenceNodeRequest.FromString,
                     response_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.FenceNodeReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainRequest.FromString,
+                    response_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +195,33 @@ class Fleet(object):
             '/kvrelay.v1.Fleet/FenceNode',
             kvrelay_dot_proto_dot_v1_dot_fleet__pb2.FenceNodeRequest.SerializeToString,
             kvrelay_dot_proto_dot_v1_dot_fleet__pb2.FenceNodeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Fleet/Explain',
+            kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainRequest.SerializeToString,
+            kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,8 @@ class FleetStub:
     """An operator's word that the process of a node is dead and can write nothing more: decode nodes take back the pages
     that they keep from it. Wrong when the process is only stopped or cut off: it may then write into pages in use.
     """
+    Explain: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ExplainRequest, _fleet_pb2.ExplainReply]
+    """Why a request went where it went. NOT_FOUND when this router has not placed it, or it was too long ago."""
 
 @_typing.type_check_only
 class FleetAsyncStub(FleetStub):
@@ -53,6 +55,8 @@ class FleetAsyncStub(FleetStub):
     """An operator's word that the process of a node is dead and can write nothing more: decode nodes take back the pages
     that they keep from it. Wrong when the process is only stopped or cut off: it may then write into pages in use.
     """
+    Explain: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ExplainRequest, _fleet_pb2.ExplainReply]  # type: ignore[assignment]
+    """Why a request went where it went. NOT_FOUND when this router has not placed it, or it was too long ago."""
 
 class FleetServicer(metaclass=_abc_1.ABCMeta):
     """For operators. Served by the router."""
@@ -81,5 +85,13 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         """An operator's word that the process of a node is dead and can write nothing more: decode nodes take back the pages
         that they keep from it. Wrong when the process is only stopped or cut off: it may then write into pages in use.
         """
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _fleet_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ExplainReply, _abc.Awaitable[_fleet_pb2.ExplainReply]]:
+        """Why a request went where it went. NOT_FOUND when this router has not placed it, or it was too long ago."""
 
 def add_FleetServicer_to_server(servicer: FleetServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,43 +25,45 @@ _sym_db = _symbol_database.Default()
 from kvrelay.proto.v1 import common_pb2 as kvrelay_dot_proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvrelay/proto/v1/inference.proto\x12\nkvrelay.v1\x1a\x1dkvrelay/proto/v1/common.proto\"\xb5\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.TokenPromptH\x00\x12&\n\x08sampling\x18\x05 \x01(\x0b\x32\x14.kvrelay.v1.SamplingB\x08\n\x06prompt\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"!\n\x0bTokenPrompt\x12\x12\n\npacked_ids\x18\x01 \x01(\x0c\"\xf3\x01\n\rGenerateEvent\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.kvrelay.v1.AcceptedH\x00\x12(\n\x08progress\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.ProgressH\x00\x12$\n\x06tokens\x18\x03 \x01(\x0b\x32\x12.kvrelay.v1.TokensH\x00\x12(\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.FinishedH\x00\x12\x35\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\x80\x01\n\tPlacement\x12\x14\n\x0cprefill_node\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x02 \x01(\t\x12\x11\n\tring_size\x18\x03 \x01(\r\x12\x35\n\x10index_confidence\x18\x04 \x01(\x0e\x32\x1b.kvrelay.v1.IndexConfidence\"i\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x05nodes\x18\x02 \x01(\x0b\x32\x15.kvrelay.v1.Placement\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"K\n\x08Progress\x12\x18\n\x10prefilled_tokens\x18\x01 \x01(\r\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x65ta_ms\x18\x03 \x01(\r\"U\n\x06Tokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.kvrelay.v1.TokenLogprob\"\xa1\x01\n\x08\x46inished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.Usage\x12$\n\x05nodes\x18\x03 \x01(\x0b\x32\x15.kvrelay.v1.Placement\x12#\n\x04time\x18\x04 \x01(\x0b\x32\x15.kvrelay.v1.TimeSplit\"i\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x17\n\x0fresident_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\"\x93\x02\n\tTimeSplit\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x13\n\x0btokenize_ms\x18\x02 \x01(\x01\x12\x10\n\x08place_ms\x18\x03 \x01(\x01\x12\x12\n\nreserve_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x13\n\x0b\x64\x65livery_ms\x18\x06 \x01(\x01\x12\x18\n\x10\x65xposed_relay_ms\x18\x07 \x01(\x01\x12\x11\n\tverify_ms\x18\x08 \x01(\x01\x12\x10\n\x08\x61\x64mit_ms\x18\t \x01(\x01\x12\x15\n\rfirst_step_ms\x18\n \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x0b \x01(\x01\x12\x17\n\x0fsecond_token_ms\x18\x0c \x01(\x01\x12\x10\n\x08total_ms\x18\r \x01(\x01\"\x12\n\x10ModelInfoRequest\"\xd3\x01\n\x0eModelInfoReply\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x04 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x08 \x01(\x08\x12\x19\n\x11has_chat_template\x18\t \x01(\x08*\x8d\x01\n\x0fIndexConfidence\x12 \n\x1cINDEX_CONFIDENCE_UNSPECIFIED\x10\x00\x12\x1a\n\x16INDEX_CONFIDENCE_EXACT\x10\x01\x12\x1d\n\x19INDEX_CONFIDENCE_DEGRADED\x10\x02\x12\x1d\n\x19INDEX_CONFIDENCE_FALLBACK\x10\x03\x32\x98\x01\n\tInference\x12\x44\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x19.kvrelay.v1.GenerateEvent0\x01\x12\x45\n\tModelInfo\x12\x1c.kvrelay.v1.ModelInfoRequest\x1a\x1a.kvrelay.v1.ModelInfoReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvrelay/proto/v1/inference.proto\x12\nkvrelay.v1\x1a\x1dkvrelay/proto/v1/common.proto\"\xe6\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.TokenPromptH\x00\x12&\n\x08sampling\x18\x05 \x01(\x0b\x32\x14.kvrelay.v1.Sampling\x12/\n\rservice_class\x18\x06 \x01(\x0e\x32\x18.kvrelay.v1.ServiceClassB\x08\n\x06prompt\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"!\n\x0bTokenPrompt\x12\x12\n\npacked_ids\x18\x01 \x01(\x0c\"\xf3\x01\n\rGenerateEvent\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.kvrelay.v1.AcceptedH\x00\x12(\n\x08progress\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.ProgressH\x00\x12$\n\x06tokens\x18\x03 \x01(\x0b\x32\x12.kvrelay.v1.TokensH\x00\x12(\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.FinishedH\x00\x12\x35\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\x80\x01\n\tPlacement\x12\x14\n\x0cprefill_node\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x02 \x01(\t\x12\x11\n\tring_size\x18\x03 \x01(\r\x12\x35\n\x10index_confidence\x18\x04 \x01(\x0e\x32\x1b.kvrelay.v1.IndexConfidence\"i\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x05nodes\x18\x02 \x01(\x0b\x32\x15.kvrelay.v1.Placement\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"K\n\x08Progress\x12\x18\n\x10prefilled_tokens\x18\x01 \x01(\r\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x65ta_ms\x18\x03 \x01(\r\"U\n\x06Tokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.kvrelay.v1.TokenLogprob\"\xa1\x01\n\x08\x46inished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.Usage\x12$\n\x05nodes\x18\x03 \x01(\x0b\x32\x15.kvrelay.v1.Placement\x12#\n\x04time\x18\x04 \x01(\x0b\x32\x15.kvrelay.v1.TimeSplit\"i\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x17\n\x0fresident_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\"\x93\x02\n\tTimeSplit\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x13\n\x0btokenize_ms\x18\x02 \x01(\x01\x12\x10\n\x08place_ms\x18\x03 \x01(\x01\x12\x12\n\nreserve_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x13\n\x0b\x64\x65livery_ms\x18\x06 \x01(\x01\x12\x18\n\x10\x65xposed_relay_ms\x18\x07 \x01(\x01\x12\x11\n\tverify_ms\x18\x08 \x01(\x01\x12\x10\n\x08\x61\x64mit_ms\x18\t \x01(\x01\x12\x15\n\rfirst_step_ms\x18\n \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x0b \x01(\x01\x12\x17\n\x0fsecond_token_ms\x18\x0c \x01(\x01\x12\x10\n\x08total_ms\x18\r \x01(\x01\"\x12\n\x10ModelInfoRequest\"\xd3\x01\n\x0eModelInfoReply\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x04 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x08 \x01(\x08\x12\x19\n\x11has_chat_template\x18\t \x01(\x08*\x81\x01\n\x0cServiceClass\x12\x1d\n\x19SERVICE_CLASS_UNSPECIFIED\x10\x00\x12\x1d\n\x19SERVICE_CLASS_INTERACTIVE\x10\x01\x12\x1a\n\x16SERVICE_CLASS_STANDARD\x10\x02\x12\x17\n\x13SERVICE_CLASS_BATCH\x10\x03*\x8d\x01\n\x0fIndexConfidence\x12 \n\x1cINDEX_CONFIDENCE_UNSPECIFIED\x10\x00\x12\x1a\n\x16INDEX_CONFIDENCE_EXACT\x10\x01\x12\x1d\n\x19INDEX_CONFIDENCE_DEGRADED\x10\x02\x12\x1d\n\x19INDEX_CONFIDENCE_FALLBACK\x10\x03\x32\x98\x01\n\tInference\x12\x44\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x19.kvrelay.v1.GenerateEvent0\x01\x12\x45\n\tModelInfo\x12\x1c.kvrelay.v1.ModelInfoRequest\x1a\x1a.kvrelay.v1.ModelInfoReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.proto.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_INDEXCONFIDENCE']._serialized_start=1833
-  _globals['_INDEXCONFIDENCE']._serialized_end=1974
+  _globals['_SERVICECLASS']._serialized_start=1882
+  _globals['_SERVICECLASS']._serialized_end=2011
+  _globals['_INDEXCONFIDENCE']._serialized_start=2014
+  _globals['_INDEXCONFIDENCE']._serialized_end=2155
   _globals['_GENERATEREQUEST']._serialized_start=80
-  _globals['_GENERATEREQUEST']._serialized_end=261
-  _globals['_CHATPROMPT']._serialized_start=263
-  _globals['_CHATPROMPT']._serialized_end=318
-  _globals['_CHATMESSAGE']._serialized_start=320
-  _globals['_CHATMESSAGE']._serialized_end=364
-  _globals['_TOKENPROMPT']._serialized_start=366
-  _globals['_TOKENPROMPT']._serialized_end=399
-  _globals['_GENERATEEVENT']._serialized_start=402
-  _globals['_GENERATEEVENT']._serialized_end=645
-  _globals['_PLACEMENT']._serialized_start=648
-  _globals['_PLACEMENT']._serialized_end=776
-  _globals['_ACCEPTED']._serialized_start=778
-  _globals['_ACCEPTED']._serialized_end=883
-  _globals['_PROGRESS']._serialized_start=885
-  _globals['_PROGRESS']._serialized_end=960
-  _globals['_TOKENS']._serialized_start=962
-  _globals['_TOKENS']._serialized_end=1047
-  _globals['_FINISHED']._serialized_start=1050
-  _globals['_FINISHED']._serialized_end=1211
-  _globals['_USAGE']._serialized_start=1213
-  _globals['_USAGE']._serialized_end=1318
-  _globals['_TIMESPLIT']._serialized_start=1321
-  _globals['_TIMESPLIT']._serialized_end=1596
-  _globals['_MODELINFOREQUEST']._serialized_start=1598
-  _globals['_MODELINFOREQUEST']._serialized_end=1616
-  _globals['_MODELINFOREPLY']._serialized_start=1619
-  _globals['_MODELINFOREPLY']._serialized_end=1830
-  _globals['_INFERENCE']._serialized_start=1977
-  _globals['_INFERENCE']._serialized_end=2129
+  _globals['_GENERATEREQUEST']._serialized_end=310
+  _globals['_CHATPROMPT']._serialized_start=312
+  _globals['_CHATPROMPT']._serialized_end=367
+  _globals['_CHATMESSAGE']._serialized_start=369
+  _globals['_CHATMESSAGE']._serialized_end=413
+  _globals['_TOKENPROMPT']._serialized_start=415
+  _globals['_TOKENPROMPT']._serialized_end=448
+  _globals['_GENERATEEVENT']._serialized_start=451
+  _globals['_GENERATEEVENT']._serialized_end=694
+  _globals['_PLACEMENT']._serialized_start=697
+  _globals['_PLACEMENT']._serialized_end=825
+  _globals['_ACCEPTED']._serialized_start=827
+  _globals['_ACCEPTED']._serialized_end=932
+  _globals['_PROGRESS']._serialized_start=934
+  _globals['_PROGRESS']._serialized_end=1009
+  _globals['_TOKENS']._serialized_start=1011
+  _globals['_TOKENS']._serialized_end=1096
+  _globals['_FINISHED']._serialized_start=1099
+  _globals['_FINISHED']._serialized_end=1260
+  _globals['_USAGE']._serialized_start=1262
+  _globals['_USAGE']._serialized_end=1367
+  _globals['_TIMESPLIT']._serialized_start=1370
+  _globals['_TIMESPLIT']._serialized_end=1645
+  _globals['_MODELINFOREQUEST']._serialized_start=1647
+  _globals['_MODELINFOREQUEST']._serialized_end=1665
+  _globals['_MODELINFOREPLY']._serialized_start=1668
+  _globals['_MODELINFOREPLY']._serialized_end=1879
+  _globals['_INFERENCE']._serialized_start=2158
+  _globals['_INFERENCE']._serialized_end=2310
 # @@protoc_insertion_point(module_scope)

@@ -20,6 +20,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ServiceClass:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ServiceClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServiceClass.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SERVICE_CLASS_UNSPECIFIED: _ServiceClass.ValueType  # 0
+    SERVICE_CLASS_INTERACTIVE: _ServiceClass.ValueType  # 1
+    """At most 2 s of waiting, 50 ms between tokens."""
+    SERVICE_CLASS_STANDARD: _ServiceClass.ValueType  # 2
+    """30 s and 500 ms."""
+    SERVICE_CLASS_BATCH: _ServiceClass.ValueType  # 3
+    """5 min and 10 s."""
+
+class ServiceClass(_ServiceClass, metaclass=_ServiceClassEnumTypeWrapper):
+    """Bounds the wait for the work of others and the usual time between tokens. A request that would not be kept to its
+    class is refused at once: UNAVAILABLE, with `retry-after-ms` in the trailing metadata.
+    """
+
+SERVICE_CLASS_UNSPECIFIED: ServiceClass.ValueType  # 0
+SERVICE_CLASS_INTERACTIVE: ServiceClass.ValueType  # 1
+"""At most 2 s of waiting, 50 ms between tokens."""
+SERVICE_CLASS_STANDARD: ServiceClass.ValueType  # 2
+"""30 s and 500 ms."""
+SERVICE_CLASS_BATCH: ServiceClass.ValueType  # 3
+"""5 min and 10 s."""
+Global___ServiceClass: _TypeAlias = ServiceClass  # noqa: Y015
+
 class _IndexConfidence:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -54,10 +82,13 @@ class GenerateRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    SERVICE_CLASS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the served model; empty = whatever is served."""
     text: _builtins.str
     """Tokenized as it is, with the model's begin-of-sequence token when its tokenizer adds one."""
+    service_class: Global___ServiceClass.ValueType
+    """What the request is promised when it is let in; unspecified = standard."""
     @_builtins.property
     def chat(self) -> Global___ChatPrompt:
         """Rendered with the model's chat template."""
@@ -76,10 +107,11 @@ class GenerateRequest(_message.Message):
         chat: Global___ChatPrompt | None = ...,
         tokens: Global___TokenPrompt | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
+        service_class: Global___ServiceClass.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "service_class", b"service_class", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
