@@ -200,7 +200,7 @@ async def test_publish_and_retract_take_effect_in_order(server: EmbeddedServer) 
         await eventually(reader, HASHES, {"a": 7})
 
 
-async def test_a_prefix_of_4096_blocks_is_found_whole(server: EmbeddedServer) -> None:
+async def test_i4_a_prefix_of_4096_blocks_is_found_whole(server: EmbeddedServer) -> None:
     many = prefix_hash.chain(b"", np.arange(4096 * 64, dtype=np.int32), block_tokens=64)
     async with a_writer(server) as writer, a_reader(server) as reader:
         writer.publish(many)
@@ -208,7 +208,7 @@ async def test_a_prefix_of_4096_blocks_is_found_whole(server: EmbeddedServer) ->
         await eventually(reader, many, {"a": 4096})
 
 
-async def test_a_restarted_node_does_not_inherit_its_old_blocks(server: EmbeddedServer) -> None:
+async def test_i2_a_restarted_node_does_not_inherit_its_old_blocks(server: EmbeddedServer) -> None:
     reborn = Incarnation("a", 77)
     async with a_writer(server, A, holding=HASHES), a_reader(server) as reader:
         await eventually(reader, HASHES, {"a": 40})
@@ -229,7 +229,7 @@ async def test_a_holder_whose_lease_is_over_is_forgotten(
         assert (await reader.longest(HASHES)).holdings == ()
 
 
-async def test_blocks_come_back_after_the_server_restarted_empty(
+async def test_i1_blocks_come_back_after_the_server_restarted_empty(
     server: EmbeddedServer, program: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "KEEPALIVE_S", 0.1)

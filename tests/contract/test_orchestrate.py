@@ -115,7 +115,7 @@ async def test_an_error_that_no_other_node_would_heal_is_not_retried() -> None:
     assert len(stage.decode[0].aborts) == 1
 
 
-async def test_a_full_decode_node_is_answered_with_its_own_words() -> None:
+async def test_o2_nothing_is_prefilled_for_a_request_that_decode_cannot_hold() -> None:
     stage = Stage([PlayedPrefill()], [PlayedDecode(refuse=lambda: CapacityError("9 pages wanted, 3 free"))])
     async with playing(stage) as orchestrator:
         with pytest.raises(ServeError, match="9 pages wanted, 3 free") as caught:

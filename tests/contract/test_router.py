@@ -226,7 +226,7 @@ async def test_a_chat_is_rendered(index: EmbeddedServer, model: Path) -> None:
     assert [ALPHABET[one] for one in convert.unpack_ids(packed)] == ["a", "b", "c"]
 
 
-async def test_requests_go_on_while_the_index_is_away(model: Path) -> None:
+async def test_i1_requests_go_on_while_the_index_is_away(model: Path) -> None:
     index = EmbeddedServer.start()
     async with playing(index, model) as stage:
         await asyncio.to_thread(index.stop)
