@@ -10,6 +10,7 @@ import os
 import random
 import time
 from collections.abc import Generator, Iterator
+from typing import cast
 
 import pytest
 
@@ -86,7 +87,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     name = _breakage(pyfuncitem)
     if name is None:
         return (yield)
-    lab: Fleet | None = pyfuncitem.funcargs.get("fleet")
+    lab = cast("Fleet | None", pyfuncitem.funcargs.get("fleet"))
     sabotages.apply(name)
     if lab is not None:
         lab.remote.sabotage(name)

@@ -114,6 +114,7 @@ def test_a2_no_message_makes_a_server_fail_otherwise_than_clearly(fleet: Fleet, 
     endpoints = {record.node.name: record.endpoint for record in fleet.nodes()}
     endpoint = {"DecodeNode": endpoints["decode-0"], "PrefillNode": endpoints["prefill-0"]}.get(service, fleet.endpoint)
     path = f"/kvrelay.v1.{service}/{method}"
+    channel: Any  # raw bytes go through a channel untyped
     with grpc.insecure_channel(endpoint) as channel:
 
         @given(raw=st.one_of(st.binary(max_size=200), messages(kind).map(lambda made: made.SerializeToString())))

@@ -7,6 +7,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 import psutil
@@ -14,23 +15,24 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.cluster import CALL_S, wait_until
-from faults.lab.drive import drive, refusal
+from faults.lab.drive import Drive, drive, refusal
 from faults.lab.fleet import STUCK_AFTER_S, Fleet
 from faults.lab.requests import TOKENS, Watched, right
 from faults.lab.workload import golden, prompt
 
 
-def like(process: psutil.Process, *changed: str) -> subprocess.Popen[bytes]:
-    """Start a process of the lab as another one was started, with more options."""
+def like(process: psutil.Process, **changed: str) -> subprocess.Popen[bytes]:
+    """Start a process of the lab as another one was started, with other values for some options."""
     words, environ = process.cmdline(), process.environ()
-    at = words.index("faults.lab.node_main") + 1
-    words[at] = str(psutil.Process().pid)
-    return subprocess.Popen([*words, *changed], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words[words.index("faults.lab.node_main") + 1] = str(psutil.Process().pid)
+    for option, value in changed.items():
+        words[words.index(f"--{option}") + 1] = value
+    return subprocess.Popen(words, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 @contextmanager
-def further_node(fleet: Fleet, model_of: str, name: str, *changed: str) -> Iterator[subprocess.Popen[bytes]]:
-    added = like(fleet.process(model_of), "--name", name, *changed)
+def further_node(fleet: Fleet, model_of: str, name: str, **changed: str) -> Iterator[subprocess.Popen[bytes]]:
+    added = like(fleet.process(model_of), name=name, **changed)
     try:
         wait_until(lambda: name in {record.node.name for record in fleet.nodes()}, 60)
         yield added
@@ -84,7 +86,7 @@ def test_r1_a_rolling_restart_of_the_nodes_under_load_fails_no_request(fleet: Fl
             with further_node(fleet, f"{role}-0", f"{role}-next"):
                 gone = fleet.process(f"{role}-0")
                 gone.kill()  # the supervisor brings it back: a restart that nobody was warned of
-                wait_until(lambda one=f"{role}-0": one in fleet.stats(), 60)  # type: ignore[misc]
+                wait_until(lambda one=f"{role}-0": one in fleet.stats(), 60)
     finally:
         load.stop()
     assert load.done > 0
@@ -120,13 +122,13 @@ def test_r3_a_draining_prefill_node_stays_until_what_it_computed_is_fetched(flee
         assert added.wait(20) == 0
 
 
-def _renewing(one: object, call: Iterator[object]) -> Iterator[object]:
+def _renewing(one: Drive, call: Iterator[Any]) -> Iterator[Any]:
     ended = threading.Event()
 
     def renew() -> None:
         while not ended.wait(0.5):
             try:
-                one.renew()  # type: ignore[attr-defined]
+                one.renew()
             except grpc.RpcError:
                 return
 
@@ -143,7 +145,7 @@ def _renewing(one: object, call: Iterator[object]) -> Iterator[object]:
 @pytest.mark.sabotage("one_layout_for_all")
 def test_r4_two_layouts_in_one_fleet_pair_each_with_its_like(fleet: Fleet) -> None:
     """R4. A decode node of another dtype joins; nothing of the others comes to it."""
-    with further_node(fleet, "decode-0", "decode-x", "--dtype", "bfloat16"):
+    with further_node(fleet, "decode-0", "decode-x", dtype="bfloat16"):
         before = fleet.retries()
         for seed in range(530, 536):
             right(fleet, seed, num_tokens=100)

@@ -15,6 +15,7 @@ from faults.lab.drive import ME, Stopwatch, drive, refusal
 from faults.lab.fleet import GROUP_TIMEOUT_S, LEASE_S, Fleet
 from faults.lab.requests import TOKENS, Watched, right
 from faults.lab.workload import FOLDER, prompt
+from kvrelay.core.settings import load
 from kvrelay.core.types import Role
 from kvrelay.decode_node.settings import DecodeSettings
 from kvrelay.proto.convert import incarnation_from_pb
@@ -119,9 +120,9 @@ def test_n6_a_pool_is_what_its_process_was_started_with() -> None:
     """N6. There is no call that changes it, and settings are frozen; another size is another process, which has another
     incarnation (R2).
     """
-    settings = DecodeSettings(model=str(FOLDER), pool_pages=8)
+    settings = load(DecodeSettings, ["--model", str(FOLDER), "--pool-pages", "8"], prog="decode")
     with pytest.raises(ValidationError):
-        settings.pool_pages = 16  # type: ignore[misc]
+        settings.pool_pages = 16
     methods = {method.name for method in decode_pb2.DESCRIPTOR.services_by_name["DecodeNode"].methods}
     assert methods == {"Reserve", "Attach", "Decode", "Abort", "Renew", "Drain", "Stats", "FenceWriter"}
 

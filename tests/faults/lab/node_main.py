@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from faults.lab import control, seams
 from faults.lab.switchboard import Switchboard
@@ -22,7 +23,7 @@ _APPS = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
 def main(parent_pid: int, role: str, options: list[str]) -> int:
     if parent_pid:
         die_with_parent(parent_pid)
-    app = import_module(f"kvrelay.{_APPS[role]}.app")
+    app: Any = import_module(f"kvrelay.{_APPS[role]}.app")
     board = Switchboard()
     seams.install(role, board)
     name = seams.name_of(options)

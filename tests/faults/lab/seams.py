@@ -48,7 +48,7 @@ def install(role: str, board: Switchboard) -> None:
             if board.ask("renew") is None:
                 renew(keeper)
 
-        LeaseKeeper._renew_all = lossy  # type: ignore[method-assign]
+        setattr(LeaseKeeper, "_renew_all", lossy)  # noqa: B010 - a type checker would object
 
 
 def _wrap_transport(board: Switchboard) -> None:
@@ -63,7 +63,7 @@ def _wrap_transport(board: Switchboard) -> None:
 
         original(self, make, **rest)
 
-    TransferThread.__init__ = with_lab  # type: ignore[method-assign, assignment]
+    setattr(TransferThread, "__init__", with_lab)  # noqa: B010
 
 
 def _before(owner: type, method: str, hook: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,7 @@ CLIENTS = 4
 REQUEST_S = 45.0
 SETTLE_S = 60.0
 NUM_PROMPTS, LONGEST, OUTPUT = 60, 900, (1, 2, 8, 24, 60)
+Strike = Callable[[Fleet, random.Random], None]
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 # Statuses that a client may meet while nodes die; anything else is a wrong answer.
 CLEAR = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED}
@@ -161,7 +163,7 @@ class Soak:
                 continue  # that process is just being restarted
 
 
-def _part(kind: str) -> object:
+def _part(kind: str) -> Strike:
     def strike(fleet: Fleet, dice: random.Random) -> None:
         node = dice.choice(NODES[:2])
         fleet.arm(node, "part", kind, skip=dice.randrange(4), count=dice.randint(1, 2), seconds=dice.uniform(0.05, 0.5))
@@ -205,7 +207,7 @@ def _index(fleet: Fleet, _: random.Random) -> None:
     fleet.signal("index", signal.SIGKILL)
 
 
-_FAULTS = {
+_FAULTS: dict[str, tuple[float, Strike]] = {
     **{f"part-{kind}": (2.0, _part(kind)) for kind in (*part_faults.KINDS, "delay", "slow")},
     "refuse": (4.0, _refuse),
     "hang": (3.0, _hang),

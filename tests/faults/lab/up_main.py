@@ -23,5 +23,5 @@ async def start(command: Command) -> tuple[Child, asyncio.Task[None]]:
 
 
 if __name__ == "__main__":
-    supervisor.start = start
+    vars(supervisor)["start"] = start
     sys.exit(main(["up", *sys.argv[1:]]))
