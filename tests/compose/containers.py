@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+import grpc
 
 from cluster.cluster import Client, wait_until
 from kvrelay.cli import client
@@ -15,7 +17,7 @@ from repo import ROOT
 
 FILE = ROOT / "compose" / "docker-compose.yml"
 PORTS = {"router": 8400, "prefill": 8401, "decode": 8402}
-COMMAND_S = 300.0
+COMMAND_S = 1800.0  # an image with torch takes that long on a busy machine
 READY_S = 180.0
 
 
@@ -37,17 +39,22 @@ def engine_runs() -> str:
 class Containers:
     """Implements Deployment. Created by `containers`. A member is named like its node: role-<container id>."""
 
-    def __init__(self, project: str, environ: Mapping[str, str]) -> None:
-        self._project, self._environ = project, environ
+    def __init__(
+        self, project: str, environ: Mapping[str, str], files: tuple[Path, ...], dial: Callable[[str], grpc.Channel]
+    ) -> None:
+        self._project, self._environ, self._files, self._dial = project, environ, files, dial
         self._counts = dict.fromkeys(PORTS, 1)
         self._client: Client | None = None
 
     @property
     def client(self) -> Client:
         if self._client is None:
-            routers = ",".join(f"{self._address(name)}:{PORTS['router']}" for name in self.members("router"))
-            self._client = Client(client.connect(f"ipv4:{routers}"))
+            self._client = Client(self._dial(self.routers()), dial=self._dial)
         return self._client
+
+    def routers(self) -> str:
+        """Return the address of all routers, as gRPC takes it."""
+        return "ipv4:" + ",".join(f"{self._address(name)}:{PORTS['router']}" for name in self.members("router"))
 
     def start(self) -> None:
         self._up()
@@ -122,13 +129,18 @@ class Containers:
         return int(_run("docker", "inspect", "-f", label, container))
 
     def _compose(self, *words: str) -> str:
-        return compose(self._environ, "-p", self._project, "--profile", "cpu", *words)
+        return compose(self._environ, "-p", self._project, "--profile", "cpu", *words, files=self._files)
 
 
 @contextmanager
-def containers(environ: Mapping[str, str]) -> Iterator[Containers]:
+def containers(
+    environ: Mapping[str, str],
+    *,
+    files: tuple[Path, ...] = (FILE,),
+    dial: Callable[[str], grpc.Channel] = client.connect,
+) -> Iterator[Containers]:
     """Run redis, one router, one prefill ring and one decode node for as long as the block lasts."""
-    deployment = Containers(f"kvrelay-test-{os.getpid()}", environ)
+    deployment = Containers(f"kvrelay-test-{os.getpid()}", environ, files, dial)
     try:
         deployment.start()
         yield deployment

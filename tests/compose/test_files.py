@@ -15,11 +15,12 @@ from repo import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("docker-compose") is None, reason="no docker-compose here")
 RDMA = ROOT / "compose" / "rdma.yml"
+SECURE = ROOT / "compose" / "secure.yml"
 ENVIRON = {"KVRELAY_MODEL": "/models/m"}
 
 
-def config(*words: str, files: tuple[Path, ...] = (FILE,)) -> dict[str, Any]:
-    found = yaml.safe_load(compose(ENVIRON, *words, "config", files=files))
+def config(*words: str, files: tuple[Path, ...] = (FILE,), **environ: str) -> dict[str, Any]:
+    found = yaml.safe_load(compose({**ENVIRON, **environ}, *words, "config", files=files))
     services: dict[str, Any] = found["services"]
     return services
 
@@ -44,6 +45,14 @@ def test_nodes_of_a_host_see_each_others_memory() -> None:
     for name in ("prefill", "decode", "prefill-gpu", "decode-gpu"):
         service = config()[name]
         assert (service["pid"], service["ipc"], service["ulimits"]["memlock"]) == ("host", "host", -1)
+
+
+def test_every_role_speaks_tls_in_secure_mode() -> None:
+    services = config(files=(FILE, SECURE), KVRELAY_CERTS="/certs")
+    for role in ("router", "prefill", "decode", "prefill-gpu", "decode-gpu"):
+        name = role.removesuffix("-gpu").upper()
+        assert services[role]["environment"][f"KVRELAY_{name}_TLS_CA"] == "/certs/ca.pem"
+        assert "--tls-ca=/certs/ca.pem" in services[role]["healthcheck"]["test"]
 
 
 def test_rdma_devices_are_added_by_a_file_of_their_own() -> None:

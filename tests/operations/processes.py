@@ -22,7 +22,7 @@ from kvrelay.index.server import EmbeddedServer
 from operations.deployment import ROLES
 
 READY_S = 90.0
-STOP_S = 60.0
+STOP_S = 300.0  # a member may have hundreds of streams to finish
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from kvrelay.cli.defaults import ENDPOINT
 from kvrelay.cli.eval_options import add_eval
 from kvrelay.cli.identity_options import add_identity
 from kvrelay.cli.option_types import positive, positives, start_id
+from kvrelay.cli.scale_options import add_scale_advice
 
 # Role commands: what serves them. They parse their own options, which are also environment variables.
 ROLES = {
@@ -43,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_fence(commands.add_parser("fence", help="say that a node is dead, so that pages kept from it come back"))
     _add_explain(commands.add_parser("explain", help="why a request went where it went"))
     _add_health(commands.add_parser("health", help="whether a server is ready; for probes"))
+    add_scale_advice(commands.add_parser("scale-advice", help="how many nodes of each role the load needs"))
     _add_certs(commands.add_parser("certs", help="a CA and certificates of your own, for trying out TLS"))
     _add_bench(commands.add_parser("bench", help="measure, side by side"))
     add_eval(commands.add_parser("eval", help="how well the model predicts text and recalls facts"))

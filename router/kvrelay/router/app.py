@@ -34,7 +34,6 @@ from kvrelay.router.servicer import InferenceServicer
 from kvrelay.router.settings import RouterSettings
 from kvrelay.router.tenants import ClientCheck, Tokens
 
-_DRAIN_S = 20.0  # that running requests get when the router is asked to stop
 _log = logging.getLogger(__name__)
 
 
@@ -104,7 +103,7 @@ class Router:
     async def stop(self) -> None:
         """Take no more requests, let the running ones end within the drain time, and let go of everything."""
         assert self._server is not None, "not started"
-        await self._server.stop(_DRAIN_S)
+        await self._server.stop(self._settings.drain_s)
         await self._background.wait()
         await self.fleet.stop()
         await asyncio.to_thread(self._leases.stop)
