@@ -73,6 +73,8 @@ def explained(pair: Pair, *, prompt_tokens: int, confidence: Confidence, cached:
             verdict = "chosen"
         elif one.must_evict:
             verdict = "would have to evict blocks"
+        elif one.total_s - best_s.get(node.role, one.total_s) < 1e-6:
+            verdict = "costs the same as the chosen one"
         else:
             verdict = f"costs {one.total_s - best_s.get(node.role, one.total_s):.3g} s more than the chosen one"
         tokens = cached.get(node.incarnation.name, 0)
