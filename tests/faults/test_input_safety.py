@@ -88,7 +88,9 @@ def clear(call: Any) -> None:
             list(result)
     except grpc.RpcError as err:
         code, text = status_of(err)
-        assert code in EXPECTED, f"{code}: {text}"
+        # gRPC itself answers bytes that are no message at all, before our code sees them.
+        unreadable = code is grpc.StatusCode.UNKNOWN and "Error parsing message" in text
+        assert code in EXPECTED or unreadable, f"{code}: {text}"
 
 
 METHODS = {
