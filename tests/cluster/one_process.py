@@ -6,11 +6,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from kvrelay.model.checkpoint import load_model
-from kvrelay.model.single import SingleEngine
 
 from kvrelay.core.types import Sampling
 from kvrelay.kvcache.pool import LatentPool
+from kvrelay.model.checkpoint import load_model
+from kvrelay.model.single import SingleEngine
 
 NUM_PAGES = 64
 

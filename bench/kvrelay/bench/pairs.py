@@ -13,14 +13,14 @@ from pathlib import Path
 
 import grpc
 import torch
-from kvrelay.model.checkpoint import load_model
-from kvrelay.model.embedded_path import embedded_checkpoint
-from kvrelay.model.single import SingleEngine
 
 from kvrelay.bench import local_cluster
 from kvrelay.core.errors import ServeError
 from kvrelay.core.types import Sampling
 from kvrelay.kvcache.pool import LatentPool
+from kvrelay.model.checkpoint import load_model
+from kvrelay.model.embedded_path import embedded_checkpoint
+from kvrelay.model.single import SingleEngine
 from kvrelay.proto.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 WARM_UP_PAIRS = 2
