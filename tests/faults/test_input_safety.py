@@ -19,6 +19,8 @@ from faults.lab.requests import right
 from faults.lab.workload import prompt
 from kvrelay.core.errors import ServeError
 from kvrelay.kv_transfer import notice, wire
+from kvrelay.kv_transfer.transport import agent_name
+from kvrelay.proto.convert import incarnation_from_pb
 from kvrelay.proto.v1 import common_pb2, decode_pb2, fleet_pb2, handoff_pb2, inference_pb2, prefill_pb2
 from repo import sources
 
@@ -157,7 +159,8 @@ def test_a2_a_manifest_is_read_whole_or_refused(made: handoff_pb2.RankManifest) 
 def test_a_ticket_is_good_for_its_request_epoch_and_writer_only_and_once(fleet: Fleet) -> None:
     with drive(fleet, prompt(910, 100)) as one:
         ticket = one.reserve()
-        address = handoff_pb2.TransportAddress()
+        name = agent_name(incarnation_from_pb(ticket.writer), 0)
+        address = handoff_pb2.TransportAddress(transport="nixl", agent_name=name)
         hello = handoff_pb2.AttachHello(
             epoch=ticket.epoch, request=ticket.request, writer=ticket.writer, rank=0,
             one_time_token=ticket.one_time_token, layout_fingerprint=ticket.layout_fingerprint, address=address,
@@ -176,12 +179,14 @@ def test_a_ticket_is_good_for_its_request_epoch_and_writer_only_and_once(fleet: 
         wrong: dict[str, Any] = {
             "one_time_token": secrets.token_bytes(16),
             "request": common_pb2.RequestRef(request_id=ticket.request.request_id, attempt=2),
-            "writer": ME,
             "epoch": common_pb2.Epoch(decode=ticket.epoch.decode, counter=ticket.epoch.counter + 1),
         }
         for name, value in wrong.items():
             code, text = attach(**{name: value})
             assert code is grpc.StatusCode.FAILED_PRECONDITION, f"{name}: {text}"
+        other = handoff_pb2.TransportAddress(transport="nixl", agent_name=agent_name(incarnation_from_pb(ME), 0))
+        code, text = attach(writer=ME, address=other)
+        assert code is grpc.StatusCode.FAILED_PRECONDITION, f"writer: {text}"
         one.abort(one.decode)
         assert attach()[0] is grpc.StatusCode.FAILED_PRECONDITION
     fleet.assert_settled()
