@@ -77,6 +77,7 @@ async def test_c1_pages_of_an_aborted_hand_off_serve_nobody_while_an_old_write_c
         assert decode.memory.view == b"\x5a" * len(decode.memory.view)
 
 
+@pytest.mark.full  # fails today: see README.md, "Open"
 @pytest.mark.parametrize(
     ("kind", "counter"),
     [

@@ -28,6 +28,7 @@ def test_f1_a_refusal_by_prefill_is_the_clients_in_half_a_second_and_decode_hold
     wait_until(lambda: not any(one.pinned_pages for one in fleet.stats().values()), 1.0 - min(watch.s, 0.9))
 
 
+@pytest.mark.full  # fails today: see README.md, "Open"
 @pytest.mark.sabotage("failed_writes_unnoticed")
 def test_f2_one_write_that_cannot_be_posted_fails_the_whole_at_once(fleet: Fleet) -> None:
     """F2. The request is redone, and waits for no timer."""

@@ -45,6 +45,7 @@ def test_l1_l2_prompts_around_every_boundary_get_the_tokens_of_one_rank(fleet: F
     fleet.remote.clear()
 
 
+@pytest.mark.full  # fails today: see README.md, "Open"
 @pytest.mark.sabotage("committed_blocks_dropped")
 def test_l3_what_an_interrupted_request_computed_is_not_computed_again(fleet: Fleet) -> None:
     """L3. Cancelled between two chunks; the next one begins where it was."""

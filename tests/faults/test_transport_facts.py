@@ -47,6 +47,7 @@ def test_n1_what_a_stopped_writer_still_writes_reaches_no_page_in_use(fleet: Fle
     fleet.make_whole(30)
 
 
+@pytest.mark.full  # fails today: see README.md, "Open"
 @pytest.mark.timeout(240)
 @pytest.mark.sabotage("ranks_outlive_their_ring")
 def test_n2_a_ring_with_a_stopped_rank_leaves_as_a_whole_and_the_request_is_redone(fleet: Fleet) -> None:
