@@ -15,6 +15,9 @@ from faults.lab.fleet import Fleet
 from faults.lab.requests import TOKENS, Watched, right
 from faults.lab.workload import golden, prompt
 
+# Faults are armed on one node, and which node serves a request is the router's choice: see README.md, "Open".
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.sabotage("router_leaves_legs")
 def test_f1_a_refusal_by_prefill_is_the_clients_in_half_a_second_and_decode_holds_nothing(fleet: Fleet) -> None:

@@ -20,6 +20,9 @@ from faults.lab.fleet import STUCK_AFTER_S, Fleet
 from faults.lab.requests import TOKENS, Watched, right
 from faults.lab.workload import golden, prompt
 
+# Faults are armed on one node, and which node serves a request is the router's choice: see README.md, "Open".
+pytestmark = pytest.mark.full
+
 
 def like(process: psutil.Process, **changed: str) -> subprocess.Popen[bytes]:
     """Start a process of the lab as another one was started, with other values for some options."""
