@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -34,6 +36,7 @@ async def test_a_replaced_node_goes_on_checking_leases_until_it_is_stopped(index
     leases = Leases(lease_s=0.5, on_expired=lambda key, reason: expired.set())
     thread = LeaseThread(
         leases,
+        NODE,
         index_url=index.url,
         fleet="test",
         heartbeat_s=0.05,
@@ -52,3 +55,35 @@ async def test_a_replaced_node_goes_on_checking_leases_until_it_is_stopped(index
     thread.stop()
     assert await registry.nodes() == [a_record(NEWER)]
     await registry.close()
+
+
+async def test_a_stalled_node_leaves_the_registry_and_comes_back_when_it_moves(index: EmbeddedServer) -> None:
+    stalled = threading.Event()
+    thread = LeaseThread(
+        Leases(lease_s=5, on_expired=lambda key, reason: None),
+        NODE,
+        index_url=index.url,
+        fleet="stalls",
+        heartbeat_s=0.05,
+        record=lambda: None if stalled.is_set() else a_record(NODE),
+        on_replaced=lambda: None,
+    )
+    thread.start(wait_s=5)
+    registry = NodeRegistry(index.url, "stalls")
+    assert await registry.nodes() == [a_record(NODE)]
+
+    stalled.set()
+    await until_registered(registry, [])
+    stalled.clear()
+    thread.beat_now()
+    await until_registered(registry, [a_record(NODE)])
+
+    thread.stop()
+    await registry.close()
+
+
+async def until_registered(registry: NodeRegistry, records: list[fleet_pb2.NodeRecord]) -> None:
+    ends_s = time.monotonic() + 5
+    while (found := await registry.nodes()) != records:
+        assert time.monotonic() < ends_s, f"still {found}"
+        await asyncio.sleep(0.02)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +13,12 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.core import telemetry
 from kvrelay.core.address import advertised
-from kvrelay.core.clock import monotonic
 from kvrelay.core.lifecycle import StopSignals, announce_ready
 from kvrelay.core.types import Counters, Incarnation, Role
 from kvrelay.prefill_node.compute import Compute, align_tokens
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.group import RingGroup
+from kvrelay.prefill_node.health import StallWatch
 from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.leases import Leases
 from kvrelay.prefill_node.pages import RingPages
@@ -29,17 +28,14 @@ from kvrelay.prefill_node.servicer import NodeFacts, PrefillServicer
 from kvrelay.prefill_node.settings import PrefillSettings
 from kvrelay.proto.convert import incarnation_to_pb
 from kvrelay.proto.node_metrics import NodeMetrics
-from kvrelay.proto.server import Server, node_security
+from kvrelay.proto.server import node_security
 from kvrelay.proto.server import serve as serve_grpc
 from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import fleet_pb2, prefill_pb2, prefill_pb2_grpc
 
-STALL_S = 10.0  # work waits and nothing moves for so long: NOT_SERVING
-_HEALTH_CHECK_S = 1.0
 _DRAIN_CHECK_S = 0.05
 _REGISTER_WAIT_S = 2.0
 _STOP_GRACE_S = 1.0
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +98,20 @@ async def serve(
         **node_security(tls, lambda reason: published.counters.add(f"calls_refused_{reason}_total")),
     )
     endpoint = advertised(bound=server.endpoint, advertise=settings.advertise, index_url=settings.index_url)
+    stalls = StallWatch(mark=leader.progress_mark, has_work=lambda: leader.load.has_work)
+
+    def record() -> fleet_pb2.NodeRecord | None:
+        if stalls.stalled:
+            return None  # so that nobody is sent here
+        return _record(settings, facts, leader, servicer, endpoint, sum(rank.num_pages for rank in ranks))
+
     registration = LeaseThread(
         leases,
+        node,
         index_url=settings.index_url,
         fleet=settings.fleet,
         heartbeat_s=settings.heartbeat_s,
-        record=lambda: _record(settings, facts, leader, servicer, endpoint, sum(rank.num_pages for rank in ranks)),
+        record=record,
         on_replaced=lambda: loop.call_soon_threadsafe(stop.ask),
     )
     registry = CollectorRegistry()
@@ -116,7 +120,12 @@ async def serve(
     await published.start()
     await server.set_serving(True)
     await asyncio.to_thread(registration.start, wait_s=_REGISTER_WAIT_S)
-    health = asyncio.create_task(_watch_health(leader, server))
+
+    async def on_stall_change() -> None:
+        registration.beat_now()
+        await server.set_serving(not stalls.stalled)
+
+    health = asyncio.create_task(stalls.run(on_stall_change))
     announce_ready(endpoint=endpoint, name=node.name)
 
     await stop.wait()
@@ -181,20 +190,6 @@ def _record(
         active_requests=load.active_jobs,
         queued_tokens=load.queued_tokens,
     )
-
-
-async def _watch_health(leader: Leader, server: Server) -> None:
-    mark, moved_s, serving = leader.progress_mark(), monotonic(), True
-    while True:
-        await asyncio.sleep(_HEALTH_CHECK_S)
-        seen = leader.progress_mark()
-        if seen != mark or not leader.load.has_work:
-            mark, moved_s = seen, monotonic()
-        stalled = monotonic() - moved_s > STALL_S
-        if stalled == serving:
-            serving = not stalled
-            _LOG.warning("serving: %s (no step progress for %.0f s)", serving, monotonic() - moved_s)
-            await server.set_serving(serving)
 
 
 async def _drained(leader: Leader, servicer: PrefillServicer, *, closing_limit_s: float) -> None:

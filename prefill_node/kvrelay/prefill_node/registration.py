@@ -11,7 +11,6 @@ from kvrelay.core.errors import StaleMessageError, UnavailableError
 from kvrelay.core.types import Incarnation
 from kvrelay.index.registry import NodeRegistry
 from kvrelay.prefill_node.leases import Leases
-from kvrelay.proto.convert import incarnation_from_pb
 from kvrelay.proto.v1 import fleet_pb2
 
 _CHECKS_PER_LEASE = 10
@@ -24,19 +23,23 @@ class LeaseThread:
     def __init__(
         self,
         leases: Leases,
+        node: Incarnation,
         *,
         index_url: str,
         fleet: str,
         heartbeat_s: float,
-        record: Callable[[], fleet_pb2.NodeRecord],
+        record: Callable[[], fleet_pb2.NodeRecord | None],
         on_replaced: Callable[[], object],
     ) -> None:
         """
         Args:
-            record: returns what to register now; called on this thread.
+            node: this process.
+            record: returns what to register now, or None while the node should not be found, as when it makes no
+                progress: its record is then left to run out. Called on this thread.
             on_replaced: a newer process has the node's name; this one must leave. Called on this thread.
         """
         self._leases = leases
+        self._node = node
         self._index_url = index_url
         self._fleet = fleet
         self._heartbeat_s = heartbeat_s
@@ -70,13 +73,12 @@ class LeaseThread:
     async def _run(self) -> None:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         registry = NodeRegistry(self._index_url, self._fleet)
-        node = incarnation_from_pb(self._record().node)
         checks = asyncio.create_task(self._check_leases())
         try:
             await self._beat_forever(registry)
         finally:
             checks.cancel()
-            await self._withdraw(registry, node)
+            await self._withdraw(registry)
             await registry.close()
 
     async def _check_leases(self) -> None:
@@ -89,10 +91,11 @@ class LeaseThread:
         ttl_s, known = 3 * self._heartbeat_s, False
         while not self._stopping:
             try:
-                if known:
-                    await registry.heartbeat(self._record(), ttl_s)
-                else:
-                    await registry.register(self._record(), ttl_s)
+                record = self._record()
+                if record is not None and known:
+                    await registry.heartbeat(record, ttl_s)
+                elif record is not None:
+                    await registry.register(record, ttl_s)
                     known = True
             except UnavailableError as err:
                 _LOG.warning("the registry did not hear this heartbeat: %s", err)
@@ -116,8 +119,8 @@ class LeaseThread:
             self._wake.clear()
             await self._wake.wait()
 
-    async def _withdraw(self, registry: NodeRegistry, node: Incarnation) -> None:
+    async def _withdraw(self, registry: NodeRegistry) -> None:
         try:
-            await registry.withdraw(node)
+            await registry.withdraw(self._node)
         except UnavailableError as err:
             _LOG.info("not withdrawn from the registry, its lease will: %s", err)
