@@ -41,6 +41,16 @@ class Keys:
         return f"kvrelay:{{{self.fleet}}}:holders"
 
     @property
+    def changes(self) -> str:
+        """Bounded stream of what holders publish and retract."""
+        return f"kvrelay:{{{self.fleet}}}:changes"
+
+    @property
+    def last_change(self) -> str:
+        """Number of the stream's last entry."""
+        return f"kvrelay:{{{self.fleet}}}:last-change"
+
+    @property
     def blocks_prefix(self) -> str:
         """+ holder id: set of the hashes of its blocks; lives for one lease."""
         return f"kvrelay:{{{self.fleet}}}:blocks:"

@@ -10,12 +10,11 @@ from enum import Enum
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.types import Incarnation, Role
+from kvrelay.index.changes import INCOMPLETE
 from kvrelay.index.client import Keys, ask, connect, holder_of
 
 TIMEOUT_S = 0.2
 PAUSE_S = 1.0  # after a failure nobody waits for the server again this long
-HASH_BYTES = 16
-INCOMPLETE = b"!incomplete-set!"  # as long as a hash; member of a holder's set while not all of its blocks are in it
 
 # KEYS: holders. ARGV: prefix of block sets, hashes in one string, the mark of an incomplete set.
 # Asks in growing slices and stops at the first block that is missing, so a miss costs one look-up.
@@ -49,7 +48,7 @@ class Confidence(Enum):
     """How sure an answer is."""
 
     EXACT = "exact"
-    DEGRADED = "degraded"  # some holder's blocks are not all in the index
+    DEGRADED = "degraded"  # some holder's blocks are not all in the index, or the answer is a while old
     FALLBACK = "fallback"  # the index did not answer
 
 

@@ -1,7 +1,8 @@
 """What a node tells the index about its blocks.
 
 Each holder has one set of hashes, so a node that is gone takes its blocks with it when the set's lease runs out. The
-set also tells whether the server has lost it: a writer that finds its set missing gives all its hashes again.
+set also tells whether the server has lost it: a writer that finds its set missing gives all its hashes again. What
+changes in a set is told to the change stream in the same step.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from itertools import islice
 
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.types import Counters, Incarnation, Role
+from kvrelay.index import changes
+from kvrelay.index.changes import INCOMPLETE, TELL
 from kvrelay.index.client import Keys, ask, connect, holder_id
-from kvrelay.index.reader import INCOMPLETE
 
 LEASE_S = 30.0
 KEEPALIVE_S = 5.0
@@ -25,25 +27,43 @@ _BATCH = 4096
 _TIMEOUT_S = 2.0
 _RETRY_S = 1.0
 
-# KEYS: holders, blocks. ARGV: holder, lease in ms, then pairs of '+' or '-' and hashes in one string.
+# KEYS: holders, blocks, changes, last change. ARGV: holder, lease in ms, entries kept, then pairs of a kind and hashes
+# in one string: '+' and '-' also go to the change stream, 'a' adds quietly, 'r' forgets all that was told before.
 # Answers whether the set was there before. '!alive' is in every set, so that a holder of nothing still has one.
-_APPLY = """
+_APPLY = (
+    TELL
+    + """
 local was_there = redis.call('EXISTS', KEYS[2])
+if ARGV[4] == 'r' then redis.call('DEL', KEYS[2]) end
 redis.call('SADD', KEYS[1], ARGV[1])
 redis.call('SADD', KEYS[2], '!alive')
-for at = 3, #ARGV, 2 do
-  local command = ARGV[at] == '+' and 'SADD' or 'SREM'
+redis.call('PEXPIRE', KEYS[2], ARGV[2])
+if ARGV[4] == 'r' then tell('r', '') elseif was_there == 0 then tell('+', '') end
+for at = 4, #ARGV, 2 do
+  local command = ARGV[at] == '-' and 'SREM' or 'SADD'
   for first = 1, #ARGV[at + 1], 16 * 512 do
+    local last = math.min(first + 16 * 512 - 1, #ARGV[at + 1])
     local names = {}
-    for start = first, math.min(first + 16 * 512, #ARGV[at + 1] + 1) - 1, 16 do
+    for start = first, last, 16 do
       names[#names + 1] = string.sub(ARGV[at + 1], start, start + 15)
     end
     redis.call(command, KEYS[2], unpack(names))
+    if ARGV[at] ~= 'a' then tell(ARGV[at], string.sub(ARGV[at + 1], first, last)) end
   end
 end
-redis.call('PEXPIRE', KEYS[2], ARGV[2])
 return was_there
 """
+)
+
+# The same keys; ARGV: holder, nothing, entries kept.
+_LEAVE = (
+    TELL
+    + """
+redis.call('DEL', KEYS[2])
+redis.call('SREM', KEYS[1], ARGV[1])
+tell('x', '')
+"""
+)
 
 _log = logging.getLogger(__name__)
 
@@ -66,9 +86,10 @@ class PrefixWriter:
         keys = Keys(fleet)
         self._redis = connect(url, timeout_s=_TIMEOUT_S)
         self._apply = self._redis.register_script(_APPLY)
+        self._leave = self._redis.register_script(_LEAVE)
         self._holder = holder_id(node, role)
-        self._holders_key = keys.holders
-        self._blocks_key = keys.blocks_prefix.encode() + self._holder
+        blocks_key = keys.blocks_prefix.encode() + self._holder
+        self._keys: list[bytes | str] = [keys.holders, blocks_key, keys.changes, keys.last_change]
         self._all_hashes = all_hashes
         self._pending: deque[tuple[bytes, bytes]] = deque()  # (b"+" or b"-", hash), in order
         self._wake = asyncio.Event()
@@ -87,7 +108,7 @@ class PrefixWriter:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         try:
-            await ask(self._redis.delete(self._blocks_key))
+            await ask(self._leave(keys=self._keys, args=[self._holder, 0, changes.MAX_ENTRIES]))
         except UnavailableError as err:
             _log.info("not withdrawn from the index, its lease will: %s", err)
         await self._redis.aclose()
@@ -140,20 +161,18 @@ class PrefixWriter:
     async def _republish(self) -> None:
         self._must_republish = False  # an overflow from here on asks for another round
         hashes = iter(list(self._all_hashes()))
-        await ask(self._redis.delete(self._blocks_key))
-        await self._send([b"+", INCOMPLETE])
+        await self._send([b"r", b"", b"a", INCOMPLETE])
         kept = True
         while batch := list(islice(hashes, _BATCH)):
-            kept &= await self._send([b"+", b"".join(batch)])
+            kept &= await self._send([b"a", b"".join(batch)])  # quietly: a mirror will ask for all when they are here
         kept &= await self._send([b"-", INCOMPLETE])
         self._must_republish = self._must_republish or not kept
         self._set_exists = True
         self.counters.add("index_republished")
 
     async def _send(self, operations: list[bytes]) -> bool:
-        keys: list[bytes | str] = [self._holders_key, self._blocks_key]
-        args: list[bytes | int] = [self._holder, int(LEASE_S * 1000), *operations]
-        return bool(await ask(self._apply(keys=keys, args=args)))
+        args: list[bytes | int] = [self._holder, int(LEASE_S * 1000), changes.MAX_ENTRIES, *operations]
+        return bool(await ask(self._apply(keys=self._keys, args=args)))
 
 
 def _grouped(batch: Sequence[tuple[bytes, bytes]]) -> list[bytes]:

@@ -14,6 +14,8 @@ from kvrelay.core import telemetry
 from kvrelay.core.address import advertised
 from kvrelay.core.lifecycle import StopSignals, announce_ready, new_incarnation, set_up_logging
 from kvrelay.core.settings import load
+from kvrelay.index.lookup import PrefixIndex
+from kvrelay.index.mirror import IndexMirror
 from kvrelay.index.reader import PrefixReader
 from kvrelay.index.registry import NodeRegistry
 from kvrelay.proto import server
@@ -24,6 +26,7 @@ from kvrelay.proto.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference
 from kvrelay.router.attempt import Background, Shared
 from kvrelay.router.fleet import FleetView
 from kvrelay.router.fleet_servicer import FleetServicer
+from kvrelay.router.index_metrics import MirrorMetrics
 from kvrelay.router.leases import LeaseKeeper
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.model_files import read_model_files
@@ -51,7 +54,10 @@ class Router:
         self.id = new_incarnation(settings.name, "router")
         self._settings = settings
         self._registry = NodeRegistry(settings.index_url, settings.fleet)
-        self._reader = PrefixReader(settings.index_url, settings.fleet)
+        self.index = PrefixIndex(
+            IndexMirror(settings.index_url, settings.fleet, max_blocks=settings.mirror_blocks),
+            PrefixReader(settings.index_url, settings.fleet),
+        )
         self._background = Background()
         self.fleet = FleetView(
             self._registry,
@@ -67,7 +73,7 @@ class Router:
         )
         placer = IndexPlacer(
             self.fleet,
-            self._reader,
+            self.index,
             long_prompt_tokens=settings.long_prompt_tokens,
             max_waiting=settings.max_waiting,
         )
@@ -77,6 +83,7 @@ class Router:
         self.metrics = RouterMetrics()
         self.inference = InferenceServicer(settings, files, self.fleet, placer, orchestrator, self.metrics)
         self.metrics.watch(records=self.fleet.records, num_active=lambda: self.inference.num_active)
+        self.metrics.registry.register(MirrorMetrics(self.index.mirror))
         self._metrics_endpoint: telemetry.MetricsEndpoint | None = None
         self._server: server.Server | None = None
         self._missing: str | None = "nothing is known of the fleet yet"
@@ -95,6 +102,7 @@ class Router:
         )
         self._metrics_endpoint = telemetry.serve(self._settings.metrics_listen, self.metrics.registry)
         self._leases.start()
+        await self.index.start()
         await self.fleet.start()
         return advertised(
             bound=self._server.endpoint, advertise=self._settings.advertise, index_url=self._settings.index_url
@@ -110,7 +118,7 @@ class Router:
         if self._metrics_endpoint is not None:
             await asyncio.to_thread(self._metrics_endpoint.stop)
         await self._registry.close()
-        await self._reader.close()
+        await self.index.stop()
 
     def _security(self) -> Security:
         """Return who may call and how; without TLS, anybody in plain text."""

@@ -12,7 +12,8 @@ from kvrelay.core import prefix_hash
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import OverloadedError
 from kvrelay.core.types import Incarnation
-from kvrelay.index.reader import Confidence, Match, PrefixReader
+from kvrelay.index.lookup import Lookup
+from kvrelay.index.reader import Confidence, Match
 from kvrelay.router.admission import Prospect, Terms, judge
 from kvrelay.router.books import Books, Entry
 from kvrelay.router.decisions import Decision, DecisionLog, explained
@@ -32,7 +33,7 @@ class IndexPlacer:
     def __init__(
         self,
         fleet: FleetView,
-        reader: PrefixReader,
+        index: Lookup,
         *,
         long_prompt_tokens: int,
         max_waiting: int = 1024,
@@ -40,7 +41,7 @@ class IndexPlacer:
     ) -> None:
         """`max_waiting`: most requests whose prompt is not computed yet; more are refused."""
         self._fleet = fleet
-        self._reader = reader
+        self._index = index
         self._long_prompt_tokens = long_prompt_tokens
         self._max_waiting = max_waiting
         self._clock = clock
@@ -132,7 +133,7 @@ class IndexPlacer:
         for layout, node in {node.layout_fingerprint: node for node in nodes}.items():
             # In a thread: a million tokens take long enough to be felt by every other stream.
             hashes[layout] = await asyncio.to_thread(_hashes, node, token_ids)
-            match = await self._reader.longest(hashes[layout])
+            match = await self._index.longest(hashes[layout])
             of_layout = {one.incarnation for one in nodes if one.layout_fingerprint == layout}
             confidence = max(confidence, _judged(match, of_layout), key=_SURENESS.index)
             blocks = {one.node: one.num_blocks for one in match.holdings}

@@ -22,6 +22,9 @@ class RouterSettings(CommonSettings):
     max_retries: int = Field(2, ge=0, le=10, description="more attempts after a failure that another node may not have")
     max_waiting: int = Field(1024, ge=1, description="requests whose prompt is not computed yet; more are refused")
     registry_refresh_s: float = Field(0.5, gt=0, description="how often the list of nodes is read")
+    mirror_blocks: int = Field(
+        1 << 19, ge=1, description="blocks of the prefix index that the router keeps a copy of; about 200 B each"
+    )
     drain_s: float = Field(60.0, gt=0, description="time that running requests get when the router is asked to stop")
     token_file: str = Field(
         "", description="JSON file of clients' tokens; set = each call needs one (with TLS); see docs/operations.md"
