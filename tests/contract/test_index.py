@@ -14,6 +14,7 @@ import pytest
 
 from kvrelay.core import prefix_hash
 from kvrelay.core.errors import SettingsError, StaleMessageError, UnavailableError
+from kvrelay.core.supervise import watch_loop
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.index import writer as writer_module
 from kvrelay.index.reader import Confidence, Match, PrefixReader
@@ -333,3 +334,16 @@ async def test_a_cancelled_command_is_cancelled(server: EmbeddedServer) -> None:
 
 
 # -- embedded server
+
+
+async def test_a_bug_in_the_writer_is_told_and_does_not_end_it_silently(server: EmbeddedServer) -> None:
+    bugs: list[str] = []
+    nothing: dict[str, list[bytes]] = {}
+    watch_loop(asyncio.get_running_loop(), bugs.append)
+    writer = PrefixWriter(server.url, FLEET, node=A, role=Role.PREFILL, all_hashes=lambda: nothing["lost"])
+    await writer.start()
+    writer.publish([HASHES[0]] * (writer_module.MAX_PENDING + 1))  # too much to queue: all is to be given again
+    await asyncio.sleep(0.2)
+
+    assert bugs == ["the task prefix writer was ended by a bug: KeyError: 'lost'"]
+    await writer.stop()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvrelay.core.supervise import watch_threads
 from kvrelay.core.types import Incarnation
 from kvrelay.index.registry import NodeRegistry
 from kvrelay.index.server import EmbeddedServer
@@ -80,6 +81,32 @@ async def test_a_stalled_node_leaves_the_registry_and_comes_back_when_it_moves(i
 
     thread.stop()
     await registry.close()
+
+
+def test_a_bug_on_the_lease_thread_is_told_and_does_not_end_it_silently(
+    index: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # puts it back
+    bugs: list[str] = []
+    no_jobs: dict[str, None] = {}
+    watch_threads(bugs.append)
+    leases = Leases(lease_s=0.1, on_expired=lambda key, reason: no_jobs[key])
+    leases.open("a#1", request_id="a", holder=ROUTER)
+    thread = LeaseThread(
+        leases,
+        NODE,
+        index_url=index.url,
+        fleet="bugs",
+        heartbeat_s=9,
+        record=lambda: a_record(NODE),
+        on_replaced=lambda: None,
+    )
+    thread.start(wait_s=5)
+    ends_s = time.monotonic() + 5
+    while not bugs and time.monotonic() < ends_s:
+        time.sleep(0.02)
+
+    assert bugs == ["the lease thread was ended by a bug: KeyError: 'a#1'"]
 
 
 async def until_registered(registry: NodeRegistry, records: list[fleet_pb2.NodeRecord]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from kvrelay.core.errors import ServeError
 from kvrelay.index.server import EmbeddedServer
 
 _POLL_S = 0.5
@@ -41,4 +42,7 @@ class IndexKeeper:
             assert self._server is not None
             if not self._server.alive:
                 self._say("the index server ended; restarting it, empty")
-                self._server = EmbeddedServer.start(port)
+                try:
+                    self._server = EmbeddedServer.start(port)
+                except ServeError as err:
+                    self._say(f"{err}; trying again")

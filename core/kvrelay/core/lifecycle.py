@@ -10,10 +10,12 @@ import os
 import signal
 import socket
 import sys
+from typing import NoReturn
 
 from kvrelay.core.types import Incarnation, Role
 
 _PR_SET_PDEATHSIG = 1
+log = logging.getLogger(__name__)
 LOG_FORMAT = "%(asctime)s %(levelname).1s %(process)d %(name)s: %(message)s"
 
 
@@ -45,6 +47,14 @@ def die_with_parent(parent_pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die(reason: str) -> NoReturn:
+    """End this process at once with a failure status, from any thread; its supervisor and its peers notice."""
+    log.critical("%s; this process exits", reason)
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(1)
+
+
 class StopSignals:
     """SIGTERM and SIGINT as an event: the first asks for a drain, the second ends the process at once."""
 
@@ -55,7 +65,7 @@ class StopSignals:
 
     def _on_signal(self) -> None:
         if self._asked.is_set():
-            logging.getLogger(__name__).warning("second stop signal: exiting at once")
+            log.warning("second stop signal: exiting at once")
             os._exit(1)
         self._asked.set()
 

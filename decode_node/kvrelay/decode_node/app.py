@@ -9,8 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from kvrelay.core.errors import ServeError
-from kvrelay.core.lifecycle import StopSignals, announce_ready, new_incarnation, set_up_logging
+from kvrelay.core.lifecycle import StopSignals, announce_ready, die, new_incarnation, set_up_logging
 from kvrelay.core.settings import load
+from kvrelay.core.supervise import keep, watch_loop, watch_threads
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.decode_node.compute import Compute
 from kvrelay.decode_node.serving import DecodeServer
@@ -28,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     """
     settings = load(DecodeSettings, list(argv), prog="kvrelay decode")
     set_up_logging(settings.log_level)
+    watch_threads(die)
     node = new_incarnation(settings.name, Role.DECODE)
     compute = Compute.load(settings)
     status = asyncio.run(serve(settings, compute, node))
@@ -40,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
 async def serve(settings: DecodeSettings, compute: Compute, node: Incarnation) -> int:
     """Serve until a stop signal, a drain or a crash; return the exit status."""
     server = DecodeServer(settings, compute, node)
+    watch_loop(asyncio.get_running_loop(), server.node.crash)
     await server.start()
     stop = StopSignals(asyncio.get_running_loop())
     announce_ready(endpoint=server.endpoint, name=node.name)
@@ -47,7 +50,7 @@ async def serve(settings: DecodeSettings, compute: Compute, node: Incarnation) -
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if not server.node.crashed.is_set():
         _log.info("draining: %d requests are here", server.node.records.num_active)
-        drained = asyncio.create_task(server.drained())
+        drained = keep(server.drained(), name="drain")
         await asyncio.wait((drained, waits[-1]), return_when=asyncio.FIRST_COMPLETED)
     if server.node.crashed.is_set():
         await asyncio.sleep(_CRASH_FLUSH_S)

@@ -7,6 +7,7 @@ place, `on_free`, which the hub calls when no writer can reach them any more.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -37,6 +38,8 @@ from kvrelay.kvcache.allocator import runs_of
 from kvrelay.model.sampler import SamplerState
 from kvrelay.proto.convert import epoch_from_pb
 from kvrelay.proto.v1 import handoff_pb2
+
+log = logging.getLogger(__name__)
 
 
 class NodeCrashedError(ServeError):
@@ -230,7 +233,8 @@ class DecodeNode:
                 self.crash(f"step thread: {reason}")
 
     def crash(self, reason: str) -> None:
-        """A thread of this process has ended by a bug: tell every request, and that the process must exit."""
+        """A bug has ended a part of this process: tell every request, and that the process must exit."""
+        log.critical("%s; this process exits", reason)
         for record in self.records:
             if record.is_active:
                 record.phase = Phase.OVER

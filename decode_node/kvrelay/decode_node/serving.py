@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.core import telemetry
 from kvrelay.core.address import advertised
+from kvrelay.core.supervise import keep
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.decode_node.admission import PageBook
 from kvrelay.decode_node.compute import Compute
@@ -148,7 +149,7 @@ class DecodeServer:
         await self._writer.start()
         await self._server.set_serving(True)
         await self._presence.enter()
-        self._start_task(self._presence.run())
+        self._start_task(self._presence.run(), "presence")
 
     @property
     def endpoint(self) -> str:
@@ -193,7 +194,7 @@ class DecodeServer:
         if serving != self._serving:
             self._serving = serving
             _log.warning("serving: %s; the step in work began %.0f s ago", serving, self._steps.stuck_s())
-            self._start_task(self._server.set_serving(serving))
+            self._start_task(self._server.set_serving(serving), "health")
             self._presence.hurry()
 
     def _record(self) -> fleet_pb2.NodeRecord | None:
@@ -220,7 +221,7 @@ class DecodeServer:
             queued_tokens=node.records.num_running,
         )
 
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = keep(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import UnavailableError
+from kvrelay.core.supervise import keep
 from kvrelay.core.types import Counters
 from kvrelay.index.changes import GONE, HASH_BYTES, INCOMPLETE, REMOVED, RESET, Entry, entry_of
 from kvrelay.index.client import Keys, ask, connect, holder_id, holder_of
@@ -66,7 +67,7 @@ class IndexMirror:
 
     async def start(self) -> None:
         """Begin to follow."""
-        self._task = asyncio.create_task(self._run(), name="index-mirror")
+        self._task = keep(self._run(), name="index mirror")
 
     async def stop(self) -> None:
         if self._task is not None:

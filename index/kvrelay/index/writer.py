@@ -15,6 +15,7 @@ from contextlib import suppress
 from itertools import islice
 
 from kvrelay.core.errors import UnavailableError
+from kvrelay.core.supervise import keep
 from kvrelay.core.types import Counters, Incarnation, Role
 from kvrelay.index import changes
 from kvrelay.index.changes import INCOMPLETE, TELL
@@ -100,7 +101,7 @@ class PrefixWriter:
 
     async def start(self) -> None:
         """Begin to send."""
-        self._task = asyncio.create_task(self._run(), name="prefix-writer")
+        self._task = keep(self._run(), name="prefix writer")
 
     async def stop(self) -> None:
         """Stop sending and take this holder out of the index if the server answers."""

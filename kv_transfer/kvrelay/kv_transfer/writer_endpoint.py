@@ -16,6 +16,7 @@ from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import StaleMessageError
 from kvrelay.core.grpc_status import from_rpc_error
 from kvrelay.core.shard import Span
+from kvrelay.core.supervise import keep
 from kvrelay.core.types import Counters, Incarnation, SampledToken
 from kvrelay.kv_transfer import writer_table as wt
 from kvrelay.kv_transfer.agent_thread import TransferThread
@@ -154,12 +155,12 @@ class WriterEndpoint:
 
     async def run(self) -> Outcome:
         """Attach and stay until the end; return what `done` resolves with. To stop it early, use `abort`."""
-        self._ticker = asyncio.create_task(self._tick())
+        self._ticker = keep(self._tick(), name=f"ticks of {self._key}")
         limits = self._limits
         async with connect(
             self._ticket.decode_endpoint, max_message_bytes=limits.max_message_bytes, tls=limits.tls
         ) as channel:
-            conversation = asyncio.create_task(self._converse(channel))
+            conversation = keep(self._converse(channel), name=f"conversation of {self._key}")
             outcome = await asyncio.shield(self.done)
             self._ticker.cancel()
             self._outbox.put_nowait(None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -16,8 +15,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvrelay.core.errors import ServeError
-from kvrelay.core.lifecycle import die_with_parent, new_incarnation, set_up_logging
+from kvrelay.core.lifecycle import die, die_with_parent, new_incarnation, set_up_logging
 from kvrelay.core.settings import load
+from kvrelay.core.supervise import watch_loop, watch_threads
 from kvrelay.core.types import Counters, Incarnation, Role
 from kvrelay.prefill_node.compute import Compute
 from kvrelay.prefill_node.group import RingGroup, form, serve_store, spawn_ranks
@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     settings = load(PrefillSettings, list(argv), prog="kvrelay prefill")
     place = rank_place(settings)
     set_up_logging(settings.log_level)
+    watch_threads(die)
     if place.rank == 0:
         return _lead(settings, place, argv)
     if place.parent_pid is not None:
@@ -47,13 +48,6 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_IGN)  # rank 0 says when the ring ends
     asyncio.run(_follow(settings, place))
     return 0
-
-
-def die(reason: str) -> None:
-    """End this process at once with a failure status; the ring's other ranks notice and leave too."""
-    _LOG.critical("%s; this process exits", reason)
-    logging.shutdown()
-    os._exit(1)
 
 
 def start_step_thread(body: Callable[[], None], on_end: Callable[[], object]) -> threading.Thread:
@@ -112,6 +106,7 @@ async def _follow(settings: PrefillSettings, place: RankPlace) -> None:
     )  # fmt: skip
     node = _meet_as_follower(group, compute)
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    watch_loop(loop, die)
     transfer = compute.start_transfer(settings, node, place.rank, on_fatal=lambda: die("the transfer thread died"))
     worker = compute.worker(settings, group, transfer, node, loop, wake=lambda: None, counters=Counters())
     start_step_thread(lambda: follow(worker, group), lambda: loop.call_soon_threadsafe(ended.set))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from kvrelay.core.errors import ServeError
 from kvrelay.core.shard import Span
+from kvrelay.core.supervise import keep
 from kvrelay.core.types import Counters, Incarnation, SampledToken
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.local import Limits
@@ -67,7 +68,7 @@ class WriterOpener:
             limits=self._limits,
         )
         writer = EndpointWriter(endpoint, self._wake)
-        run = asyncio.create_task(endpoint.run(), name=f"handoff {opened.request.request_id}")
+        run = keep(endpoint.run(), name=f"hand-off {opened.request.request_id}")
         self._runs.add(run)
         run.add_done_callback(self._runs.discard)
         return writer

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.core import telemetry
 from kvrelay.core.address import advertised
 from kvrelay.core.lifecycle import StopSignals, announce_ready
+from kvrelay.core.supervise import keep, watch_loop
 from kvrelay.core.types import Counters, Incarnation, Role
 from kvrelay.prefill_node.compute import Compute, align_tokens
 from kvrelay.prefill_node.control import RingControl
@@ -63,6 +64,7 @@ async def serve(
     """
     tls = Tls.load(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key)
     loop = asyncio.get_running_loop()
+    watch_loop(loop, die)
     stop, step_ended = StopSignals(loop), asyncio.Event()
     published = Published(index_url=settings.index_url, fleet=settings.fleet, node=node)
     transfer = compute.start_transfer(settings, node, 0, on_fatal=lambda: die("the transfer thread died"))
@@ -125,7 +127,7 @@ async def serve(
         registration.beat_now()
         await server.set_serving(not stalls.stalled)
 
-    health = asyncio.create_task(stalls.run(on_stall_change))
+    health = keep(stalls.run(on_stall_change), name="stall watch")
     announce_ready(endpoint=endpoint, name=node.name)
 
     await stop.wait()

@@ -73,11 +73,12 @@ class LeaseThread:
     async def _run(self) -> None:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         registry = NodeRegistry(self._index_url, self._fleet)
-        checks = asyncio.create_task(self._check_leases())
         try:
-            await self._beat_forever(registry)
+            async with asyncio.TaskGroup() as tasks:  # a bug in one ends both, the thread and so the process
+                checks = tasks.create_task(self._check_leases())
+                await self._beat_forever(registry)
+                checks.cancel()
         finally:
-            checks.cancel()
             await self._withdraw(registry)
             await registry.close()
 

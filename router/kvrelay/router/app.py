@@ -12,8 +12,9 @@ from grpc import aio
 
 from kvrelay.core import telemetry
 from kvrelay.core.address import advertised
-from kvrelay.core.lifecycle import StopSignals, announce_ready, new_incarnation, set_up_logging
+from kvrelay.core.lifecycle import StopSignals, announce_ready, die, new_incarnation, set_up_logging
 from kvrelay.core.settings import load
+from kvrelay.core.supervise import keep, watch_loop, watch_threads
 from kvrelay.index.lookup import PrefixIndex
 from kvrelay.index.mirror import IndexMirror
 from kvrelay.index.reader import PrefixReader
@@ -86,6 +87,7 @@ class Router:
         self.metrics.registry.register(MirrorMetrics(self.index.mirror))
         self._metrics_endpoint: telemetry.MetricsEndpoint | None = None
         self._server: server.Server | None = None
+        self._health: asyncio.Task[None] | None = None  # held so that it is not collected while it runs
         self._missing: str | None = "nothing is known of the fleet yet"
 
     async def start(self) -> str:
@@ -139,11 +141,12 @@ class Router:
         self._missing = missing
         _log.info("serving" if missing is None else f"not serving: {missing}")
         assert self._server is not None, "the fleet is read after the server is there"
-        self._background.run(self._server.set_serving(missing is None))
+        self._health = keep(self._server.set_serving(missing is None), name="health")
 
 
 async def serve(settings: RouterSettings) -> None:
     """Serve until SIGTERM or SIGINT."""
+    watch_loop(asyncio.get_running_loop(), die)
     stop = StopSignals(asyncio.get_running_loop())
     router = Router(settings)
     endpoint = await router.start()
@@ -157,5 +160,6 @@ def main(argv: Sequence[str]) -> int:
     """Run a router with the options of its command line."""
     settings = load(RouterSettings, list(argv), prog="kvrelay router")
     set_up_logging(settings.log_level)
+    watch_threads(die)
     uvloop.run(serve(settings))
     return 0

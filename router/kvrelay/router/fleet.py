@@ -11,6 +11,7 @@ from grpc import aio
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import UnavailableError
+from kvrelay.core.supervise import keep
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.index.registry import NodeRegistry
 from kvrelay.proto import convert
@@ -106,7 +107,7 @@ class FleetView:
 
     async def start(self) -> None:
         await self.refresh()
-        self._task = asyncio.create_task(self._keep_refreshing())
+        self._task = keep(self._keep_refreshing(), name="fleet view")
 
     async def stop(self) -> None:
         if self._task is not None:

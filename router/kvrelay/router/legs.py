@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterable
 from dataclasses import dataclass
+from functools import partial
 
 from grpc import aio
 
@@ -15,6 +17,8 @@ from kvrelay.proto.v1 import decode_pb2, prefill_pb2
 
 # A failure of one leg soon makes the other fail too; waiting this long tells which one was the cause.
 SECOND_FAILURE_S = 0.3
+
+log = logging.getLogger(__name__)
 
 LegMessage = prefill_pb2.PrefillEvent | decode_pb2.DecodeEvent
 
@@ -46,7 +50,8 @@ class Legs:
         self._ended: dict[Role, LegEnded] = {}
 
     def start(self, role: Role, call: AsyncIterable[LegMessage]) -> None:
-        self._tasks[role] = asyncio.create_task(self._pump(role, call))
+        task = self._tasks[role] = asyncio.create_task(self._pump(role, call))
+        task.add_done_callback(partial(self._on_pump_end, role))
 
     def lost(self, role: Role) -> None:
         """Say that a node no longer knows the request (from the lease keeper, on the event loop)."""
@@ -104,6 +109,11 @@ class Legs:
                 # Not by us, or this task would be cancelled: the node is leaving, and another one may serve.
                 error = UnavailableError(str(error))
             self._queue.put_nowait(LegEnded(role, error))
+
+    def _on_pump_end(self, role: Role, pump: asyncio.Task[None]) -> None:
+        if not pump.cancelled() and (bug := pump.exception()) is not None:
+            log.error("the stream from %s ends by a bug", self._nodes[role], exc_info=bug)
+            self._queue.put_nowait(LegEnded(role, ServeError(f"stream from {self._nodes[role]}: {bug!r}")))
 
     async def _failure(self, role: Role, error: ServeError) -> LegFailedError:
         errors = {role: error}
