@@ -135,7 +135,7 @@ async def test_silence_of_a_long_prefill_is_filled_with_progress(index: Embedded
 
 async def test_the_clients_deadline_ends_both_legs(index: EmbeddedServer, model: Path) -> None:
     async with playing(index, model, prefill=PlayedPrefill(silent_s=30)) as stage:
-        code, _ = await stage.fails(asked(), timeout=0.3)
+        code, _ = await stage.fails(asked(), timeout=1.0)
         await until(lambda: stage.prefill.aborted and stage.decode.aborted)
         await until(lambda: stage.router.inference.num_active == 0)
 

@@ -36,6 +36,16 @@ class Keys:
         return f"kvrelay:{{{self.fleet}}}:node:"
 
     @property
+    def router_names(self) -> str:
+        """Set of the names of the fleet's routers."""
+        return f"kvrelay:{{{self.fleet}}}:routers"
+
+    @property
+    def router_prefix(self) -> str:
+        """+ router name: what it has placed; lives for seconds."""
+        return f"kvrelay:{{{self.fleet}}}:router:"
+
+    @property
     def holders(self) -> str:
         """Set of the ids of everybody who holds blocks."""
         return f"kvrelay:{{{self.fleet}}}:holders"

@@ -19,6 +19,7 @@ from kvrelay.index.lookup import PrefixIndex
 from kvrelay.index.mirror import IndexMirror
 from kvrelay.index.reader import PrefixReader
 from kvrelay.index.registry import NodeRegistry
+from kvrelay.index.router_loads import RouterLoads
 from kvrelay.proto import server
 from kvrelay.proto.gate import Gate
 from kvrelay.proto.server import Security
@@ -34,6 +35,7 @@ from kvrelay.router.model_files import read_model_files
 from kvrelay.router.orchestrate import Orchestrator
 from kvrelay.router.placement import missing_for_service
 from kvrelay.router.placer import IndexPlacer
+from kvrelay.router.replicas import Replicas
 from kvrelay.router.servicer import InferenceServicer
 from kvrelay.router.settings import RouterSettings
 from kvrelay.router.tenants import ClientCheck, Tokens
@@ -77,7 +79,10 @@ class Router:
             self.index,
             long_prompt_tokens=settings.long_prompt_tokens,
             max_waiting=settings.max_waiting,
+            others=lambda: self.replicas.others(),  # noqa: PLW0108 - made below
+            on_placed=lambda: self.replicas.hurry(),  # noqa: PLW0108
         )
+        self.replicas = Replicas(self.id, RouterLoads(settings.index_url, settings.fleet), own=placer.own_loads)
         self.decisions = placer.decisions
         shared = Shared(self.id, self.fleet, self._leases, self._background)
         orchestrator = Orchestrator(shared, placer, settings.max_retries)
@@ -105,6 +110,7 @@ class Router:
         self._metrics_endpoint = telemetry.serve(self._settings.metrics_listen, self.metrics.registry)
         self._leases.start()
         await self.index.start()
+        await self.replicas.start()
         await self.fleet.start()
         return advertised(
             bound=self._server.endpoint, advertise=self._settings.advertise, index_url=self._settings.index_url
@@ -121,6 +127,7 @@ class Router:
             await asyncio.to_thread(self._metrics_endpoint.stop)
         await self._registry.close()
         await self.index.stop()
+        await self.replicas.stop()
 
     def _security(self) -> Security:
         """Return who may call and how; without TLS, anybody in plain text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 
 import numpy as np
@@ -20,7 +21,8 @@ from kvrelay.router.decisions import Decision, DecisionLog, explained
 from kvrelay.router.fleet import FleetView, NodeView
 from kvrelay.router.learned import Learned
 from kvrelay.router.peers import Placed
-from kvrelay.router.placement import Pair, Question, place
+from kvrelay.router.placement import Load, Pair, Question, place
+from kvrelay.router.replicas import together
 from kvrelay.router.tenants import calling
 
 LEAST_OBSERVED_TOKENS = 256  # in shorter prefills the messages between the processes weigh too much
@@ -37,19 +39,32 @@ class IndexPlacer:
         *,
         long_prompt_tokens: int,
         max_waiting: int = 1024,
+        others: Callable[[], Mapping[Incarnation, Load]] = dict,
+        on_placed: Callable[[], None] = lambda: None,
         clock: Clock = monotonic,
     ) -> None:
-        """`max_waiting`: most requests whose prompt is not computed yet; more are refused."""
+        """
+        Args:
+            max_waiting: most requests whose prompt is not computed yet; more are refused.
+            others: returns what other routers have placed on each node.
+            on_placed: called after each placement.
+        """
         self._fleet = fleet
         self._index = index
         self._long_prompt_tokens = long_prompt_tokens
         self._max_waiting = max_waiting
+        self._others = others
+        self._on_placed = on_placed
         self._clock = clock
         self._books = Books(clock)
         self._learned = Learned()
         self._entries: dict[int, Entry] = {}  # by identity of the Placed that was given out
         self._decided: dict[int, Decision] = {}
         self.decisions = DecisionLog()
+
+    def own_loads(self) -> Mapping[Incarnation, Load]:
+        """Return what this router has placed on each node."""
+        return self._books.loads()
 
     async def place(
         self,
@@ -75,7 +90,7 @@ class IndexPlacer:
             needs_decode=needs_decode,
             long_prompt_tokens=self._long_prompt_tokens,
             cached_tokens=cached,
-            loads=self._books.loads(),
+            loads=together(self._books.loads(), self._others()),
             avoid=avoid,
         )
         self.decisions.confidences[confidence] += 1
@@ -84,6 +99,7 @@ class IndexPlacer:
             self._admit(pair, terms)
         decode_pages = 0 if pair.decode is None else question.pages(pair.decode)
         entry = self._books.enter(pair, decode_pages=decode_pages, hashes=hashes[pair.prefill.layout_fingerprint])
+        self._on_placed()
         placed = Placed(pair.prefill, pair.decode, _seed(pair.prefill), confidence, entry.release)
         names = {node.name: tokens for node, tokens in cached.items()}
         decision = explained(pair, prompt_tokens=len(token_ids), confidence=confidence, cached=names)

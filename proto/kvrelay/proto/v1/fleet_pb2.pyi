@@ -59,6 +59,8 @@ class NodeRecord(_message.Message):
     FREE_PAGES_FIELD_NUMBER: _builtins.int
     ACTIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     role: Global___NodeRole.ValueType
     endpoint: _builtins.str
     """host:port of its gRPC server."""
@@ -80,6 +82,14 @@ class NodeRecord(_message.Message):
     """Prompt tokens waiting or in work (prefill), sequences running (decode)."""
     @_builtins.property
     def node(self) -> _common_pb2.Incarnation: ...
+    @_builtins.property
+    def cost(self) -> Global___NodeCost:
+        """What work costs here, as measured; unset until enough was seen."""
+
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___Link]:
+        """Measured speed of what a prefill node writes to each decode node."""
+
     def __init__(
         self,
         *,
@@ -99,14 +109,157 @@ class NodeRecord(_message.Message):
         free_pages: _builtins.int = ...,
         active_requests: _builtins.int = ...,
         queued_tokens: _builtins.int = ...,
+        cost: Global___NodeCost | None = ...,
+        links: _abc.Iterable[Global___Link] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "block_tokens", b"block_tokens", "draining", b"draining", "dtype", b"dtype", "endpoint", b"endpoint", "free_pages", b"free_pages", "layout_fingerprint", b"layout_fingerprint", "max_model_len", b"max_model_len", "model", b"model", "model_id", b"model_id", "node", b"node", "page_tokens", b"page_tokens", "queued_tokens", b"queued_tokens", "ring_size", b"ring_size", "role", b"role", "total_pages", b"total_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "block_tokens", b"block_tokens", "cost", b"cost", "draining", b"draining", "dtype", b"dtype", "endpoint", b"endpoint", "free_pages", b"free_pages", "layout_fingerprint", b"layout_fingerprint", "links", b"links", "max_model_len", b"max_model_len", "model", b"model", "model_id", b"model_id", "node", b"node", "page_tokens", b"page_tokens", "queued_tokens", b"queued_tokens", "ring_size", b"ring_size", "role", b"role", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeRecord: _TypeAlias = NodeRecord  # noqa: Y015
+
+@_typing.final
+class NodeCost(_message.Message):
+    """Coefficients of a node's own times, fitted to what it has done. Work of n prompt tokens behind c cached ones takes
+      start_s + n * token_s / ring_size + (n * c + n * n / 2) * pair_s / ring_size,
+    a decode step of n sequences with c tokens of context together step_s + n * sequence_s + c * context_token_s.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_S_FIELD_NUMBER: _builtins.int
+    TOKEN_S_FIELD_NUMBER: _builtins.int
+    PAIR_S_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    SEQUENCE_S_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKEN_S_FIELD_NUMBER: _builtins.int
+    OBSERVATIONS_FIELD_NUMBER: _builtins.int
+    start_s: _builtins.float
+    """Prefill, whatever its length."""
+    token_s: _builtins.float
+    """Per prompt token, times the ranks that share it."""
+    pair_s: _builtins.float
+    """Per (token, visible token), times the ranks that share it."""
+    step_s: _builtins.float
+    """Decode step of nothing."""
+    sequence_s: _builtins.float
+    """What one more sequence adds to a step."""
+    context_token_s: _builtins.float
+    """What one more token of context adds to a step."""
+    observations: _builtins.int
+    """Chunks or steps that this was fitted to."""
+    def __init__(
+        self,
+        *,
+        start_s: _builtins.float = ...,
+        token_s: _builtins.float = ...,
+        pair_s: _builtins.float = ...,
+        step_s: _builtins.float = ...,
+        sequence_s: _builtins.float = ...,
+        context_token_s: _builtins.float = ...,
+        observations: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_token_s", b"context_token_s", "observations", b"observations", "pair_s", b"pair_s", "sequence_s", b"sequence_s", "start_s", b"start_s", "step_s", b"step_s", "token_s", b"token_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeCost: _TypeAlias = NodeCost  # noqa: Y015
+
+@_typing.final
+class Link(_message.Message):
+    """One direction between two nodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    """Name of the node at the other end."""
+    bytes_per_s: _builtins.float
+    """Of all ranks together, while something was on its way."""
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        bytes_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Link: _TypeAlias = Link  # noqa: Y015
+
+@_typing.final
+class RouterLoad(_message.Message):
+    """What one router has placed and not seen end, for the other routers of the fleet. In the registry, for seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def router(self) -> _common_pb2.Incarnation: ...
+    @_builtins.property
+    def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeLoad]: ...
+    def __init__(
+        self,
+        *,
+        router: _common_pb2.Incarnation | None = ...,
+        loads: _abc.Iterable[Global___NodeLoad] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["router", b"router"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loads", b"loads", "router", b"router"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterLoad: _TypeAlias = RouterLoad  # noqa: Y015
+
+@_typing.final
+class NodeLoad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    WORKS_S_FIELD_NUMBER: _builtins.int
+    RECENT_S_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    tokens: _builtins.int
+    """Prompt tokens to compute."""
+    pages: _builtins.int
+    recent_s: _builtins.float
+    """Work given to the node lately, fading."""
+    @_builtins.property
+    def node(self) -> _common_pb2.Incarnation: ...
+    @_builtins.property
+    def works_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Predicted time of each request whose prompt is not computed."""
+
+    def __init__(
+        self,
+        *,
+        node: _common_pb2.Incarnation | None = ...,
+        requests: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        pages: _builtins.int = ...,
+        works_s: _abc.Iterable[_builtins.float] | None = ...,
+        recent_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "pages", b"pages", "recent_s", b"recent_s", "requests", b"requests", "tokens", b"tokens", "works_s", b"works_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeLoad: _TypeAlias = NodeLoad  # noqa: Y015
 
 @_typing.final
 class ListNodesRequest(_message.Message):

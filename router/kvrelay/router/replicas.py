@@ -1,0 +1,132 @@
+"""The other routers of the fleet: what they have placed counts here as if this router had placed it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from kvrelay.core.clock import Clock, monotonic
+from kvrelay.core.errors import UnavailableError
+from kvrelay.core.types import Incarnation
+from kvrelay.index.router_loads import LEASE_S, RouterLoads
+from kvrelay.proto import convert
+from kvrelay.proto.v1.fleet_pb2 import NodeLoad, RouterLoad
+from kvrelay.router.score import NO_LOAD, Load
+
+BUSY_S = 0.1  # between two exchanges while anything is placed anywhere
+IDLE_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Replicas:
+    """Exchanges loads once started. To be used from one event loop."""
+
+    def __init__(
+        self,
+        me: Incarnation,
+        loads: RouterLoads,
+        *,
+        own: Callable[[], Mapping[Incarnation, Load]],
+        clock: Clock = monotonic,
+    ) -> None:
+        """`own` returns what this router has placed."""
+        self._me = me
+        self._loads = loads
+        self._own = own
+        self._clock = clock
+        self._others: Mapping[Incarnation, Load] = {}
+        self._heard_s = float("-inf")
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.num_routers = 1
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="replicas")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        with suppress(UnavailableError):  # else its lease will
+            await self._loads.withdraw(self._record({}))
+        await self._loads.close()
+
+    def hurry(self) -> None:
+        """Tell the others soon: something was placed."""
+        self._wake.set()
+
+    def others(self) -> Mapping[Incarnation, Load]:
+        """Return what the other routers have placed; nothing when they have not been heard of lately."""
+        return self._others if self._clock() - self._heard_s < LEASE_S else {}
+
+    async def exchange(self) -> None:
+        """Tell and ask once.
+
+        Raises:
+            UnavailableError: the server did not answer.
+        """
+        own = {node: load for node, load in self._own().items() if load != NO_LOAD or load.recent_s > 0.0}
+        found = await self._loads.exchange(self._record(own))
+        self._heard_s = self._clock()
+        self.num_routers = len(found) + 1
+        others: dict[Incarnation, Load] = {}
+        for record in found:
+            others = dict(together(others, {convert.incarnation_from_pb(one.node): _load(one) for one in record.loads}))
+        self._others = others
+
+    async def _run(self) -> None:
+        reachable = True
+        while True:
+            try:
+                await self.exchange()
+                reachable = True
+            except UnavailableError as err:
+                if reachable:
+                    _log.warning("this router does not see what others place: %s", err)
+                reachable = False
+            is_busy = any(load.requests for load in (*self._own().values(), *self._others.values()))
+            if is_busy and reachable:
+                await asyncio.sleep(BUSY_S)
+                continue
+            self._wake.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_S):
+                    await self._wake.wait()
+
+    def _record(self, own: Mapping[Incarnation, Load]) -> RouterLoad:
+        loads = [
+            NodeLoad(
+                node=convert.incarnation_to_pb(node),
+                requests=load.requests,
+                tokens=load.tokens,
+                pages=load.pages,
+                works_s=load.works_s,
+                recent_s=load.recent_s,
+            )
+            for node, load in own.items()
+        ]
+        return RouterLoad(router=convert.incarnation_to_pb(self._me), loads=loads)
+
+
+def together(some: Mapping[Incarnation, Load], more: Mapping[Incarnation, Load]) -> Mapping[Incarnation, Load]:
+    """Return the sum of loads by node."""
+    if not more:
+        return some
+    return {node: _sum(some.get(node, NO_LOAD), more.get(node, NO_LOAD)) for node in some.keys() | more.keys()}
+
+
+def _sum(one: Load, other: Load) -> Load:
+    return Load(
+        one.requests + other.requests,
+        one.tokens + other.tokens,
+        one.pages + other.pages,
+        one.works_s + other.works_s,
+        one.recent_s + other.recent_s,
+    )
+
+
+def _load(record: NodeLoad) -> Load:
+    return Load(record.requests, record.tokens, record.pages, tuple(record.works_s), record.recent_s)
