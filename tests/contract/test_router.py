@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 
+from kvrelay.core.clock import MAX_TIME_LIMIT_S
 from kvrelay.index.server import EmbeddedServer
 from kvrelay.proto import convert
 from kvrelay.proto.v1 import (
@@ -140,6 +141,15 @@ async def test_the_clients_deadline_ends_both_legs(index: EmbeddedServer, model:
         await until(lambda: stage.router.inference.num_active == 0)
 
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_client_may_wait_longer_than_a_message_can_say(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model) as stage:
+        events = await stage.run(asked(), timeout=60 * 86_400)
+        (reserved,) = stage.decode.reserved
+
+    assert said(events) == TEXT[:8]
+    assert reserved.timeout_ms == MAX_TIME_LIMIT_S * 1000
 
 
 async def test_the_routers_own_limit_ends_a_request_without_deadline(index: EmbeddedServer, model: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.types import Epoch, Incarnation, PromptLogprobs, SampledToken, Sampling, TokenLogprob
 from kvrelay.proto import convert
+from kvrelay.proto.v1 import handoff_pb2
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=50))
@@ -54,3 +55,11 @@ def test_identities_and_tokens_survive() -> None:
     scored = PromptLogprobs(1, (-0.5, -2.0))
     assert convert.prompt_logprobs_from_pb(convert.prompt_logprobs_to_pb(scored)) == scored
     assert convert.sampled_from_pb(convert.sampled_to_pb(SampledToken(3))) == SampledToken(3)
+
+
+@given(st.floats(0, allow_nan=False))
+def test_any_time_fits_the_field_of_a_message_and_is_never_none(seconds: float) -> None:
+    ticket = handoff_pb2.Ticket(timeout_ms=convert.ms_to_pb(seconds))
+
+    assert ticket.timeout_ms >= 1
+    assert ticket.timeout_ms / 1e3 <= max(seconds, 1e-3)

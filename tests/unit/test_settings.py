@@ -40,6 +40,8 @@ def test_an_unknown_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
     [
         ((), "model is required"),
         (("--model", "m", "--lease-s", "0"), "lease_s"),
+        (("--model", "m", "--max-request-s", "4294968"), "max_request_s: .*less than or equal to 4294967"),
+        (("--model", "m", "--lease-s", "1e9"), "lease_s: .*less than or equal to 4294967"),
         (("--model", "m", "--listen", "nowhere"), "nowhere"),
         (("--model", "m", "--block-tokens", "100"), "block_tokens"),
         (("--model", "m", "--pool-pages", "5", "--pool-mib", "7"), "pool_pages=5 and pool_mib=7"),

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 Clock = Callable[[], float]  # monotonic seconds
 
+MAX_TIME_LIMIT_S = (2**32 - 1) // 1000  # 49.7 days: what fits a message's 32 bits of milliseconds
+
 monotonic: Clock = time.monotonic
 
 

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
 
+from kvrelay.core.clock import MAX_TIME_LIMIT_S
 from kvrelay.core.errors import SettingsError
 
 _ADDRESS = r"^.+:\d{1,5}$"
@@ -50,8 +51,12 @@ class CommonSettings(BaseSettings):
     tls_ca: str = Field("", description="PEM file of the fleet's CA; set = mutual TLS everywhere, empty = plain text")
     tls_cert: str = Field("", description="PEM file of this process's certificate")
     tls_key: str = Field("", description="PEM file of its key")
-    max_request_s: float = Field(600.0, gt=0, description="time limit of a request whose client sets none")
-    lease_s: float = Field(5.0, ge=0.5, description="a session whose holder is silent this long is aborted")
+    max_request_s: float = Field(
+        600.0, gt=0, le=MAX_TIME_LIMIT_S, description="time limit of a request whose client sets none"
+    )
+    lease_s: float = Field(
+        5.0, ge=0.5, le=MAX_TIME_LIMIT_S, description="a session whose holder is silent this long is aborted"
+    )
 
     @property
     def max_message_bytes(self) -> int:

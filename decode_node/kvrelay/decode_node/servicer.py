@@ -68,7 +68,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
         self, request: common_pb2.RenewRequest, context: aio.ServicerContext[Any, Any]
     ) -> common_pb2.RenewReply:
         unknown = self._node.renew(convert.incarnation_from_pb(request.holder), request.request_ids)
-        return common_pb2.RenewReply(unknown_request_ids=unknown, lease_ms=int(self._lease_s * 1000))
+        return common_pb2.RenewReply(unknown_request_ids=unknown, lease_ms=convert.ms_to_pb(self._lease_s))
 
     async def Drain(
         self, request: common_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]

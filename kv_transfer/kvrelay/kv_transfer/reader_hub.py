@@ -26,7 +26,7 @@ from kvrelay.kv_transfer.session_table import State
 from kvrelay.kv_transfer.transport import Cells
 from kvrelay.kv_transfer.values import MAX_RING_SIZE, Request, Reservation
 from kvrelay.kv_transfer.wire import address_to_pb, request_to_pb
-from kvrelay.proto.convert import epoch_to_pb, incarnation_to_pb, runs_to_pb
+from kvrelay.proto.convert import epoch_to_pb, incarnation_to_pb, ms_to_pb, runs_to_pb
 from kvrelay.proto.v1 import handoff_pb2
 
 _TICK_S = 0.1
@@ -244,6 +244,6 @@ class ReaderHub:
             decode_endpoint=self.endpoint,
             address=address_to_pb(self._thread.address),
             one_time_token=reservation.one_time_token,
-            timeout_ms=max(1, int(timeout_s * 1000)),
+            timeout_ms=ms_to_pb(timeout_s),
             fence_slot=slot,
         )

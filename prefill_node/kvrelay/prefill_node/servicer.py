@@ -31,6 +31,7 @@ from kvrelay.prefill_node.stats import node_stats
 from kvrelay.proto.convert import (
     finish_to_pb,
     incarnation_from_pb,
+    ms_to_pb,
     prompt_logprobs_to_pb,
     sampled_to_pb,
     sampling_from_pb,
@@ -111,7 +112,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         self, request: common_pb2.RenewRequest, context: aio.ServicerContext[Any, Any]
     ) -> common_pb2.RenewReply:
         unknown = self._leases.renew(incarnation_from_pb(request.holder), request.request_ids)
-        return common_pb2.RenewReply(unknown_request_ids=unknown, lease_ms=round(self._leases.lease_s * 1e3))
+        return common_pb2.RenewReply(unknown_request_ids=unknown, lease_ms=ms_to_pb(self._leases.lease_s))
 
     async def Drain(
         self, request: common_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from kvrelay.core.clock import MAX_TIME_LIMIT_S
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.shard import Span
 from kvrelay.core.types import (
@@ -26,6 +27,11 @@ _FINISH: dict[FinishReason, common_pb2.FinishReason.ValueType] = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_BACK = {value: key for key, value in _FINISH.items()}
+
+
+def ms_to_pb(seconds: float) -> int:
+    """Return a time as the milliseconds of a uint32 field: at least 1, as 0 means none, and at most what fits."""
+    return int(min(max(1.0, seconds * 1e3), MAX_TIME_LIMIT_S * 1e3))
 
 
 def pack_ids(token_ids: npt.ArrayLike) -> bytes:

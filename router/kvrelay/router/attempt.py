@@ -107,7 +107,7 @@ class Attempt:
             layout_fingerprint=node.layout_fingerprint,
             num_sent_tokens=self._num_sent,
             prefix_seed=self._placed.prefix_seed,
-            timeout_ms=self._timeout_ms(),
+            timeout_ms=convert.ms_to_pb(self._deadline.remaining_s()),
         )
         self._begun.add(Role.DECODE)
         try:
@@ -222,6 +222,3 @@ class Attempt:
         peer = self._held.pop(role, None)
         if peer is not None:
             self._shared.leases.drop(peer, self._ref.request_id)
-
-    def _timeout_ms(self) -> int:
-        return max(1, int(self._deadline.remaining_s() * 1e3))

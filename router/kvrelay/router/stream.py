@@ -86,4 +86,4 @@ class ClientStream:
         if prefilled_tokens <= began_at:
             return 0
         per_token_s = (now_s - began_s) / (prefilled_tokens - began_at)
-        return round((self.prompt_tokens - prefilled_tokens) * per_token_s * 1000)
+        return convert.ms_to_pb((self.prompt_tokens - prefilled_tokens) * per_token_s)
