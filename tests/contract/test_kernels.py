@@ -21,7 +21,13 @@ DTYPES = list(TOLERANCE)
 
 
 def prefill_backends() -> list[str]:
-    return [backend.name for backend in mla_prefill.BACKENDS]
+    problem = mla_prefill.Problem("cpu", torch.float32, 24, 16)
+    return [backend.name for backend in mla_prefill.BACKENDS if backend.refuses(problem) is None]
+
+
+def decode_backends() -> list[str]:
+    problem = mla_decode.Problem("cpu", torch.float32, 4, 32, 40)
+    return [backend.name for backend in mla_decode.BACKENDS if backend.refuses(problem) is None]
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -116,7 +122,7 @@ def a_batch(lengths: list[int], dtype: torch.dtype, *, heads: int = 4) -> tuple[
     [[1], [16], [17], [5, 300, 299, 64], [1000, 3, 3, 3, 998, 400], [64] * 8],
     ids=lambda lengths: f"{len(lengths)}x{max(lengths)}",
 )
-@pytest.mark.parametrize("name", [backend.name for backend in mla_decode.BACKENDS])
+@pytest.mark.parametrize("name", decode_backends())
 def test_a_decode_step_equals_the_reference(name: str, lengths: list[int], dtype: torch.dtype) -> None:
     q, pool, tables = a_batch(lengths, dtype)
     plan = DecodePlan.make(tables, lengths, page_tokens=PAGE, device=CPU)

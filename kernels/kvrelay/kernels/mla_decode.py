@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.dispatch import Backend, choose
+from kvrelay.kernels.flashmla import flashmla_refuses, load_flashmla
 from kvrelay.kernels.merge import merge_partials
+from kvrelay.kernels.paged_plan import PagedPlan
+from kvrelay.kernels.triton_support import triton_refuses
 
 # A sequence joins a group when its padding is at most an eighth of the group's longest table, or so short that
 # another launch would cost more than the padding.
@@ -45,11 +48,12 @@ class Group:
 class DecodePlan:
     """Made once per step from page tables and lengths; used by all layers."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...]  # none where only `paged` is given
     order_B: Tensor | None  # int64: sequence of each row, longest first; None = as they come
     inverse_B: Tensor | None  # int64: row of each sequence
     slots_B: Tensor  # int64: where this step's row of each sequence is written
-    lengths_B: Tensor  # int64: visible rows, this step's included
+    lengths_B: Tensor  # int64 or int32: visible rows, this step's included
+    paged: PagedPlan | None = None  # what the kernels of a GPU read
 
     @classmethod
     def make(
@@ -61,6 +65,24 @@ class DecodePlan:
             page_tables: one int64 CPU tensor per sequence, its pages in token order; spare pages at the end are fine.
             lengths: visible rows per sequence, this step's row (position length - 1) included; at least 1.
         """
+        if device.type == "cuda" and triton_refuses(device.type) is None:
+            longest = max(-(-length // page_tokens) for length in lengths)
+            paged = PagedPlan.allocate(
+                num_sequences=len(lengths), max_pages=longest, page_tokens=page_tokens, device=device
+            )
+            paged.update_(page_tables, lengths)
+            return cls.of(paged)
+        return cls._gathering(page_tables, lengths, page_tokens=page_tokens, device=device)
+
+    @classmethod
+    def of(cls, paged: PagedPlan) -> DecodePlan:
+        """Return the plan that reads `paged`'s buffers whenever it is used; make it once, refill `paged` per step."""
+        return cls((), None, None, paged.slots_B, paged.lengths_B, paged)
+
+    @classmethod
+    def _gathering(
+        cls, page_tables: Sequence[Tensor], lengths: Sequence[int], *, page_tokens: int, device: torch.device
+    ) -> DecodePlan:
         sizes = np.asarray(lengths, dtype=np.int64)
         assert len(page_tables) == len(sizes) > 0, "one table per sequence, and at least one sequence"
         tables = [table.numpy() for table in page_tables]
@@ -80,6 +102,20 @@ class DecodePlan:
             slots_B=torch.from_numpy(pages * page_tokens + last % page_tokens).to(device),
             lengths_B=torch.from_numpy(sizes).to(device),
         )
+
+    def with_groups(self) -> DecodePlan:
+        """Return this plan with groups, worked out on the host from `paged` where there are none; that waits for the
+        device. Every sequence of the plan must be there."""
+        if self.groups or self.paged is None:
+            return self
+        tables = list(self.paged.page_table_BP.cpu().long())
+        made = self._gathering(
+            tables,
+            self.paged.lengths_B.tolist(),
+            page_tokens=self.paged.page_tokens,
+            device=self.lengths_B.device,
+        )
+        return replace(made, paged=self.paged)
 
     @property
     def gathered_rows(self) -> int:
@@ -132,6 +168,7 @@ class Problem:
     num_heads: int
     latent_width: int  # C
     row_width: int  # W
+    page_tokens: int = 64
 
 
 def mla_decode(q_BNW: Tensor, pool_PSW: Tensor, plan: DecodePlan, *, scale: float, latent_width: int) -> Tensor:
@@ -147,7 +184,9 @@ def mla_decode(q_BNW: Tensor, pool_PSW: Tensor, plan: DecodePlan, *, scale: floa
         out_BNC fp32, accumulated in fp32, still in latent space.
     """
     num_heads, row_width = q_BNW.shape[1:]
-    kernel = kernel_for(Problem(q_BNW.device.type, pool_PSW.dtype, num_heads, latent_width, row_width))
+    kernel = kernel_for(
+        Problem(q_BNW.device.type, pool_PSW.dtype, num_heads, latent_width, row_width, pool_PSW.shape[1])
+    )
     return kernel(q_BNW, pool_PSW, plan, scale=scale, latent_width=latent_width)
 
 
@@ -159,6 +198,7 @@ def kernel_for(problem: Problem, wanted: str = "auto") -> MlaDecode:
 
 def _gathered(q_BNW: Tensor, pool_PSW: Tensor, plan: DecodePlan, *, scale: float, latent_width: int) -> Tensor:
     """Gather the rows of a group block by block, then plain batched matmuls; runs anywhere."""
+    plan = plan.with_groups()
     q_BNW = q_BNW.float()
     if plan.order_B is not None:
         q_BNW = q_BNW.index_select(0, plan.order_B)
@@ -191,6 +231,38 @@ def _attend_group(q_GNW: Tensor, rows_W: Tensor, group: Group, scale: float, lat
     return out
 
 
+def _triton_refuses(problem: Problem) -> str | None:
+    return triton_refuses(problem.device)
+
+
+def _load_triton() -> MlaDecode:
+    from kvrelay.kernels import triton_decode  # noqa: PLC0415 - optional
+
+    def run(q_BNW: Tensor, pool_PSW: Tensor, plan: DecodePlan, *, scale: float, latent_width: int) -> Tensor:
+        assert plan.paged is not None, "this kernel reads a paged plan"
+        return triton_decode.decode(q_BNW, pool_PSW, plan.paged, scale=scale, latent_width=latent_width)
+
+    return run
+
+
+def _flashmla_refuses(problem: Problem) -> str | None:
+    return flashmla_refuses(
+        problem.device, problem.dtype, problem.num_heads, problem.latent_width, problem.row_width, problem.page_tokens
+    )
+
+
+def _load_flashmla() -> MlaDecode:
+    attend = load_flashmla()
+
+    def run(q_BNW: Tensor, pool_PSW: Tensor, plan: DecodePlan, *, scale: float, latent_width: int) -> Tensor:
+        assert plan.paged is not None, "this kernel reads a paged plan"
+        return attend(q_BNW, pool_PSW, plan.paged, scale=scale, latent_width=latent_width)
+
+    return run
+
+
 BACKENDS: tuple[Backend[Problem, MlaDecode], ...] = (  # best first; the last never refuses
+    Backend("flashmla", _flashmla_refuses, _load_flashmla),
+    Backend("triton", _triton_refuses, _load_triton),
     Backend("torch", lambda _: None, lambda: _gathered),
 )

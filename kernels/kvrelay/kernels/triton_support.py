@@ -1,0 +1,18 @@
+"""Whether Triton kernels can run here."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+
+def triton_refuses(device: str) -> str | None:
+    """Return None, or the reason; on a CPU they run in Triton's interpreter, for checking (TRITON_INTERPRET=1)."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    from triton import knobs  # noqa: PLC0415 - optional, and slow to import
+
+    if device == "cuda":
+        return None
+    if device == "cpu" and knobs.runtime.interpret:
+        return None
+    return f"runs on cuda, not {device}"

@@ -1,0 +1,180 @@
+"""What every GPU kernel must give, on a GPU or in Triton's interpreter.
+
+Collected by tests/gpu/test_kernels.py on a device, and by tests/unit/test_kernel_contract.py in a process of its own
+with TRITON_INTERPRET=1. Results are compared with the reference over the same rounded inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvrelay.core.errors import CapacityError
+from kvrelay.kernels import mla_decode, reference
+from kvrelay.kernels.mla_decode import DecodePlan, MlaDecode, Problem
+from kvrelay.kernels.paged_plan import PagedPlan
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+# Weights are rounded to the pool's dtype before they meet the values; the interpreter widens them instead.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+LENGTHS = [[1], [16], [17], [5, 300, 299, 64], [1000, 3, 3, 3, 998, 400], [64] * 8]
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Batch:
+    q: Tensor
+    pool: Tensor  # rows that belong to nobody are not-a-number
+    tables: list[Tensor]
+    lengths: list[int]
+    latent: int
+
+    def expected(self) -> Tensor:
+        tables = [table.tolist() for table in self.tables]
+        return reference.mla_decode(
+            self.q.cpu(), self.pool.cpu(), tables, self.lengths, scale=0.2, latent_width=self.latent
+        )
+
+    def plan(self, *, spare: int = 0) -> PagedPlan:
+        longest = max(len(table) for table in self.tables)
+        plan = PagedPlan.allocate(
+            num_sequences=len(self.lengths) + spare,
+            max_pages=longest + 2,
+            page_tokens=self.pool.shape[1],
+            device=DEVICE,
+        )
+        plan.update_(self.tables, self.lengths)
+        return plan
+
+
+def a_batch(
+    lengths: list[int],
+    dtype: torch.dtype,
+    *,
+    heads: int = 4,
+    latent: int = 32,
+    rope: int = 16,
+    page: int = 16,
+    seed: int = 0,
+) -> Batch:
+    width = latent + rope
+    pages = [-(-length // page) for length in lengths]
+    shuffled = torch.randperm(sum(pages) + 3, generator=torch.Generator().manual_seed(seed + 5))
+    tables = list(torch.split(shuffled[: sum(pages)], pages))
+    pool = torch.full((sum(pages) + 3, page, width), torch.nan, dtype=dtype)
+    for number, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+        rows = randn(len(table) * page, width, dtype=dtype, seed=seed + 100 * number)
+        rows[length:] = torch.nan
+        pool[table] = rows.view(-1, page, width)
+    q = randn(len(lengths), heads, width, dtype=dtype, seed=seed + 9)
+    return Batch(q.to(DEVICE), pool.to(DEVICE), tables, lengths, latent)
+
+
+def the_kernel(name: str, batch: Batch) -> MlaDecode:
+    heads, width = batch.q.shape[1:]
+    problem = Problem(DEVICE.type, batch.pool.dtype, heads, batch.latent, width, batch.pool.shape[1])
+    backend = next(backend for backend in mla_decode.BACKENDS if backend.name == name)
+    if (why := backend.refuses(problem)) is not None:
+        pytest.skip(why)
+    return backend.load()
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
+@pytest.mark.parametrize(("heads", "latent", "rope", "page"), [(4, 32, 16, 16), (20, 48, 24, 16), (16, 128, 32, 64)])
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_a_paged_decode_step_equals_the_reference(
+    name: str, heads: int, latent: int, rope: int, page: int, lengths: list[int], dtype: torch.dtype
+) -> None:
+    batch = a_batch(lengths, dtype, heads=heads, latent=latent, rope=rope, page=page)
+    kernel = the_kernel(name, batch)
+
+    out = kernel(batch.q, batch.pool, DecodePlan.of(batch.plan()), scale=0.2, latent_width=latent)
+
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.cpu(), batch.expected(), atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="too large for the interpreter")
+@pytest.mark.parametrize("lengths", [[1], [5, 3000, 2999, 64], [40_000], [700] * 64, [9000, 1, 1, 100] * 8], ids=len)
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("name", ["triton", "flashmla"])
+def test_the_real_shapes_equal_the_reference(name: str, heads: int, lengths: list[int]) -> None:
+    batch = a_batch(lengths, torch.bfloat16, heads=heads, latent=512, rope=64, page=64)
+    batch.q.mul_(0.3)  # scores of a spread like those of a model
+    kernel = the_kernel(name, batch)
+
+    out = kernel(batch.q, batch.pool, DecodePlan.of(batch.plan()), scale=0.2, latent_width=512).cpu()
+
+    expected = batch.expected()
+    assert float((out - expected).norm() / expected.norm()) < 6e-3  # FlashMLA rounds its output to bf16
+    torch.testing.assert_close(out, expected, atol=3e-2, rtol=0)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_refilled_plan_forgets_the_batch_before(seed: int) -> None:
+    first, second = a_batch([40, 7, 90], torch.float32), a_batch([3, 80], torch.float32, seed=seed)
+    kernel = the_kernel("triton", first)
+    plan = first.plan()
+    addresses = [tensor.data_ptr() for tensor in (plan.page_table_BP, plan.lengths_B, plan.slots_B, plan.starts_B1)]
+
+    plan.update_(second.tables, second.lengths)
+
+    q = torch.cat((second.q, torch.full_like(second.q[:1], torch.nan)))
+    out = kernel(q, second.pool, DecodePlan.of(plan), scale=0.2, latent_width=32).cpu()
+    torch.testing.assert_close(out[:2], second.expected(), atol=2e-5, rtol=0)
+    assert not out[2].any(), "a place with no sequence gives zeros"
+    assert plan.slots_B[2] == -1
+    after = [tensor.data_ptr() for tensor in (plan.page_table_BP, plan.lengths_B, plan.slots_B, plan.starts_B1)]
+    assert after == addresses
+
+
+def test_advancing_a_plan_equals_refilling_it() -> None:
+    batch = a_batch([15, 16, 1], torch.float32)
+    tables = [torch.cat((table, torch.tensor([number]))) for number, table in enumerate(batch.tables)]
+    plan, refilled = batch.plan(spare=2), batch.plan(spare=2)
+    plan.update_(tables, batch.lengths)
+    for row, table in enumerate(tables):
+        plan.page_table_BP[row, : len(table)] = table.to(DEVICE)
+
+    plan.advance_()
+
+    refilled.update_(tables, [length + 1 for length in batch.lengths])
+    assert plan.lengths_B.tolist() == [16, 17, 2, 0, 0]
+    assert plan.slots_B.tolist() == refilled.slots_B.tolist()
+    assert plan.starts_B1.tolist() == refilled.starts_B1.tolist() == [0, 1, 3, 4, 4, 4]
+
+
+def test_a_plan_refuses_more_than_it_has_room_for() -> None:
+    batch = a_batch([40, 7], torch.float32)
+    plan = batch.plan()
+
+    with pytest.raises(CapacityError, match="3 sequences of up to 1 pages, room for 2 of 5"):
+        plan.update_([torch.tensor([0])] * 3, [1, 1, 1])
+    with pytest.raises(CapacityError, match="1 sequences of up to 6 pages, room for 2 of 5"):
+        plan.update_([torch.arange(6)], [96])
+
+
+@pytest.mark.skipif(not ON_GPU, reason="graphs need a GPU")
+def test_a_captured_step_follows_the_plan() -> None:
+    batch = a_batch([300, 7, 90], torch.bfloat16, heads=16, latent=512, rope=64, page=64)
+    kernel, plan = the_kernel("triton", batch), batch.plan()
+    decode_plan = DecodePlan.of(plan)
+    kernel(batch.q, batch.pool, decode_plan, scale=0.2, latent_width=512)  # compiled before capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.refresh_()
+        out = kernel(batch.q, batch.pool, decode_plan, scale=0.2, latent_width=512)
+
+    shorter = Batch(batch.q, batch.pool, batch.tables, [129, 7, 30], batch.latent)
+    plan.update_(shorter.tables, shorter.lengths)
+    graph.replay()
+
+    torch.testing.assert_close(out.cpu(), shorter.expected(), atol=3e-2, rtol=0)

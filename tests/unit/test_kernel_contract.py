@@ -1,0 +1,24 @@
+"""The Triton kernels in Triton's interpreter: a process of its own, as the switch is read when kernels are defined."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from repo import ROOT
+
+
+@pytest.mark.timeout(300)
+def test_triton_kernels_keep_their_contract_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(ROOT / "tests" / "kernel_contract.py")],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=280,
+    )  # fmt: skip
+
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "passed" in run.stdout
