@@ -83,7 +83,7 @@ class DecodeNode:
         self._max_requests = max_requests
         self._lease_s = lease_s
         self._clock = clock
-        self._held = HeldPages(book, page_tokens=layout.page_tokens)
+        self._held = HeldPages(book, layout)
         self._hub: ReaderHub
         self._steps: StepThread
 
@@ -128,7 +128,7 @@ class DecodeNode:
             deadline_s=now_s + ask.timeout_s, renewed_s=now_s,
         )  # fmt: skip
         self.records.add(record)
-        self._held.hold(record.key, grant)
+        self._held.hold(record.key, grant, prompt_tokens=demand.prompt_tokens)
         return ticket
 
     def open_stream(self, request: Request, epoch: Epoch) -> Record:
