@@ -5,6 +5,7 @@
     ├── UnknownModelError        the client named a model that is not served
     ├── UnknownRequestError      nothing is known of this request (any more)
     ├── MessageTooLargeError     the request is larger than the configured limit
+    ├── QuotaError               the tenant has as much as it may have; says when to ask again
     ├── CapacityError            no room now; another node or a later moment may have it
     ├── UnavailableError         a node or service cannot be reached or is leaving
     │   └── OverloadedError      too much is waiting; says when to ask again
@@ -65,6 +66,16 @@ class UnknownRequestError(ServeError):
 
 class MessageTooLargeError(ServeError):
     status = Status.RESOURCE_EXHAUSTED
+
+
+class QuotaError(ServeError):
+    """The tenant's own limit, whatever room there is; the message names it, `retry_after_s` says when to ask again."""
+
+    status = Status.RESOURCE_EXHAUSTED
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class CapacityError(ServeError):

@@ -13,6 +13,7 @@ from kvrelay.core.errors import (
     DeadlineError,
     InvalidRequestError,
     OverloadedError,
+    QuotaError,
     RequestCancelledError,
     ServeError,
     Status,
@@ -45,7 +46,7 @@ async def grpc_status(context: aio.ServicerContext[Any, Any]) -> AsyncIterator[N
 
 
 def _retry_hints(err: ServeError) -> tuple[tuple[str, str], ...]:
-    if not isinstance(err, OverloadedError):
+    if not isinstance(err, OverloadedError | QuotaError):
         return ()
     after_ms = str(max(1, round(err.retry_after_s * 1e3)))
     return (RETRY_AFTER_KEY, after_ms), (_PUSHBACK_KEY, after_ms)

@@ -79,6 +79,7 @@ class Router:
             self.index,
             long_prompt_tokens=settings.long_prompt_tokens,
             max_waiting=settings.max_waiting,
+            ahead_per_node=settings.ahead_per_node if self._tokens and self._tokens.num_tenants > 1 else None,
             others=lambda: self.replicas.others(),  # noqa: PLW0108 - made below
             on_placed=lambda: self.replicas.hurry(),  # noqa: PLW0108
         )

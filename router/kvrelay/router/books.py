@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.core.clock import Clock, monotonic
@@ -47,11 +47,13 @@ class Entry:
     is_alone: bool = True  # nothing else was computed on its prefill node as long as it was
     is_computed: bool = False
     is_released: bool = False
+    on_computed: Callable[[], None] = lambda: None
 
     def computed(self) -> None:
         """The prompt is computed and no work ahead any more."""
         if not self.is_computed and not self.is_released:
             self.is_computed = True
+            self.on_computed()
             for share in self.shares:
                 account = self.books.accounts[share.node]
                 account.tokens -= share.tokens
@@ -73,7 +75,15 @@ class Books:
         self._recent: dict[Incarnation, tuple[float, float]] = {}  # node -> (work in seconds, as of when)
         self._clock = clock
 
-    def enter(self, pair: Pair, *, decode_pages: int, hashes: Sequence[bytes]) -> Entry:
+    def enter(
+        self,
+        pair: Pair,
+        *,
+        decode_pages: int,
+        hashes: Sequence[bytes],
+        on_computed: Callable[[], None] = lambda: None,
+    ) -> Entry:
+        """Enter a request; `on_computed` is called once, at the latest when it is released."""
         node = pair.prefill.incarnation
         shares = [Share(node, tokens=pair.remaining_tokens, work_s=pair.work_s)]
         if pair.decode is not None:
@@ -87,7 +97,7 @@ class Books:
         self._recent[node] = self._recent_s(node) + pair.work_s, self._clock()
         if len(self._recent) > _MAX_REMEMBERED:
             del self._recent[min(self._recent, key=lambda one: self._recent[one][1])]
-        entry = Entry(self, tuple(shares), hashes, self._clock())
+        entry = Entry(self, tuple(shares), hashes, self._clock(), on_computed=on_computed)
         at_work = self.accounts[node].at_work
         for other in at_work.values():
             other.is_alone = entry.is_alone = False

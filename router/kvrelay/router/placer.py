@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +14,7 @@ import numpy.typing as npt
 from kvrelay.core import prefix_hash
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import OverloadedError
-from kvrelay.core.types import Incarnation
+from kvrelay.core.types import Incarnation, Role
 from kvrelay.index.lookup import Lookup
 from kvrelay.index.reader import Confidence, Match
 from kvrelay.router.admission import Prospect, Terms, judge
@@ -24,9 +26,32 @@ from kvrelay.router.peers import Placed
 from kvrelay.router.placement import Load, Pair, Question, place
 from kvrelay.router.replicas import together
 from kvrelay.router.tenants import calling
+from kvrelay.router.turnstile import Turnstile
 
 LEAST_OBSERVED_TOKENS = 256  # in shorter prefills the messages between the processes weigh too much
+_HASHED_AT_ONCE_TOKENS = 1 << 16  # in about 0.2 ms
+_OUTPUT_WEIGHT = 2.0
 _SURENESS = (Confidence.EXACT, Confidence.DEGRADED, Confidence.FALLBACK)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is to be placed."""
+
+    prompt_tokens: int
+    max_tokens: int
+    needs_decode: bool
+    avoid: frozenset[Incarnation]
+    hashes: Mapping[bytes, list[bytes]]  # of its blocks, by page layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Where it would go now."""
+
+    pair: Pair
+    question: Question
+    confidence: Confidence
 
 
 class IndexPlacer:
@@ -39,6 +64,7 @@ class IndexPlacer:
         *,
         long_prompt_tokens: int,
         max_waiting: int = 1024,
+        ahead_per_node: int | None = None,
         others: Callable[[], Mapping[Incarnation, Load]] = dict,
         on_placed: Callable[[], None] = lambda: None,
         clock: Clock = monotonic,
@@ -46,6 +72,8 @@ class IndexPlacer:
         """
         Args:
             max_waiting: most requests whose prompt is not computed yet; more are refused.
+            ahead_per_node: requests that a prefill node may have to compute; more wait for their tenant's turn.
+                None = all go to the nodes at once.
             others: returns what other routers have placed on each node.
             on_placed: called after each placement.
         """
@@ -53,6 +81,8 @@ class IndexPlacer:
         self._index = index
         self._long_prompt_tokens = long_prompt_tokens
         self._max_waiting = max_waiting
+        self._ahead_per_node = ahead_per_node
+        self._turnstile = Turnstile(self._most_on_nodes)
         self._others = others
         self._on_placed = on_placed
         self._clock = clock
@@ -82,39 +112,69 @@ class IndexPlacer:
             UnavailableError: no node can take it now.
             OverloadedError: it would not be kept to its terms.
         """
+        hashes = await _hashes_by_layout(self._fleet.nodes(), token_ids)
+        work = _Work(len(token_ids), max_tokens, needs_decode, avoid, hashes)
+        choice = await self._choose(work)
+        self.decisions.confidences[choice.confidence] += 1
+        passed = None
+        if terms is not None:
+            self._admit(choice.pair, terms)
+            passed = await self._turnstile.turn(calling.get(), _tokens_of(choice))
+        try:
+            if passed is not None and passed.waited:  # what the nodes have and hold is another matter by now
+                choice = await self._choose(work)
+            return self._enter(work, choice, on_computed=passed.end if passed else lambda: None)
+        except BaseException:
+            if passed is not None:
+                passed.end()
+            raise
+
+    async def _choose(self, work: _Work) -> _Choice:
         nodes = self._learned.corrected(self._fleet.nodes())
-        hashes, cached, confidence = await self._cached(nodes, token_ids)
+        cached, confidence = await self._cached(nodes, work.hashes)
         question = Question(
-            prompt_tokens=len(token_ids),
-            total_tokens=len(token_ids) + max_tokens,
-            needs_decode=needs_decode,
+            prompt_tokens=work.prompt_tokens,
+            total_tokens=work.prompt_tokens + work.max_tokens,
+            needs_decode=work.needs_decode,
             long_prompt_tokens=self._long_prompt_tokens,
             cached_tokens=cached,
             loads=together(self._books.loads(), self._others()),
-            avoid=avoid,
+            avoid=work.avoid,
         )
-        self.decisions.confidences[confidence] += 1
-        pair = place(nodes, question)
-        if terms is not None:
-            self._admit(pair, terms)
+        # A layout that came up just now has no hashes yet; its nodes take part from the next request on.
+        known = [node for node in nodes if node.layout_fingerprint in work.hashes]
+        return _Choice(place(known, question), question, confidence)
+
+    def _enter(self, work: _Work, choice: _Choice, *, on_computed: Callable[[], None]) -> Placed:
+        pair, question = choice.pair, choice.question
         decode_pages = 0 if pair.decode is None else question.pages(pair.decode)
-        entry = self._books.enter(pair, decode_pages=decode_pages, hashes=hashes[pair.prefill.layout_fingerprint])
+        hashes = work.hashes[pair.prefill.layout_fingerprint]
+        entry = self._books.enter(pair, decode_pages=decode_pages, hashes=hashes, on_computed=on_computed)
         self._on_placed()
-        placed = Placed(pair.prefill, pair.decode, _seed(pair.prefill), confidence, entry.release)
-        names = {node.name: tokens for node, tokens in cached.items()}
-        decision = explained(pair, prompt_tokens=len(token_ids), confidence=confidence, cached=names)
+        placed = Placed(pair.prefill, pair.decode, _seed(pair.prefill), choice.confidence, entry.release)
+        names = {node.name: tokens for node, tokens in question.cached_tokens.items()}
+        decision = explained(pair, prompt_tokens=work.prompt_tokens, confidence=choice.confidence, cached=names)
         return self._given_out(placed, entry, decision)
 
     def _admit(self, pair: Pair, terms: Terms) -> None:
+        tenant, cost = calling.get(), pair.prefill.cost
+        nodes = sum(node.role is Role.PREFILL for node in self._fleet.nodes())
+        queued_s = self._turnstile.tokens_ahead(tenant) * cost.token_s / pair.prefill.ring_size / max(1, nodes)
         prospect = Prospect(
-            wait_s=pair.backlog_s(),
+            wait_s=pair.backlog_s() + queued_s,
             compute_s=pair.work_s,
             step_s=0.0,  # of decode nodes nobody has said or seen how fast they are
             is_proven=self._learned.is_proven(pair.prefill.incarnation),
         )
-        refusal = judge(prospect, terms, waiting=self._books.num_waiting, max_waiting=self._max_waiting)
+        waiting = self._books.num_waiting + self._turnstile.num_waiting
+        refusal = judge(prospect, terms, waiting=waiting, max_waiting=self._max_waiting)
         if refusal is not None:
             raise OverloadedError(refusal.reason, retry_after_s=refusal.retry_after_s)
+
+    def _most_on_nodes(self) -> int:
+        if self._ahead_per_node is None:
+            return sys.maxsize
+        return self._ahead_per_node * sum(node.role is Role.PREFILL for node in self._fleet.nodes())
 
     def named(self, placed: Placed, request_id: str) -> None:
         """Enter the decision of a placed request into the log."""
@@ -140,23 +200,37 @@ class IndexPlacer:
         return placed
 
     async def _cached(
-        self, nodes: tuple[NodeView, ...], token_ids: npt.NDArray[np.int32]
-    ) -> tuple[dict[bytes, list[bytes]], dict[Incarnation, int], Confidence]:
-        """Return block hashes by layout, cached tokens by node, and how sure they are."""
-        hashes: dict[bytes, list[bytes]] = {}
+        self, nodes: Sequence[NodeView], hashes: Mapping[bytes, list[bytes]]
+    ) -> tuple[dict[Incarnation, int], Confidence]:
+        """Return cached tokens by node, and how sure they are."""
         cached: dict[Incarnation, int] = {}
         confidence = Confidence.EXACT
-        for layout, node in {node.layout_fingerprint: node for node in nodes}.items():
-            # In a thread: a million tokens take long enough to be felt by every other stream.
-            hashes[layout] = await asyncio.to_thread(_hashes, node, token_ids)
-            match = await self._index.longest(hashes[layout])
-            of_layout = {one.incarnation for one in nodes if one.layout_fingerprint == layout}
-            confidence = max(confidence, _judged(match, of_layout), key=_SURENESS.index)
+        for layout, of_prompt in hashes.items():
+            match = await self._index.longest(of_prompt)
+            block_tokens = {one.incarnation: one.block_tokens for one in nodes if one.layout_fingerprint == layout}
+            confidence = max(confidence, _judged(match, block_tokens.keys()), key=_SURENESS.index)
             blocks = {one.node: one.num_blocks for one in match.holdings}
-            for holder, count in self._books.tentative_blocks(hashes[layout]).items():
+            for holder, count in self._books.tentative_blocks(of_prompt).items():
                 blocks[holder] = max(count, blocks.get(holder, 0))
-            cached |= {one: count * node.block_tokens for one, count in blocks.items() if one in of_layout}
-        return hashes, cached, confidence
+            cached |= {one: count * block_tokens[one] for one, count in blocks.items() if one in block_tokens}
+        return cached, confidence
+
+
+async def _hashes_by_layout(nodes: Sequence[NodeView], token_ids: npt.NDArray[np.int32]) -> Mapping[bytes, list[bytes]]:
+    """Return the block hashes of a prompt for each page layout, in a thread when they take long: a million tokens
+    would be felt by every other stream."""
+    found = {}
+    for layout, node in {node.layout_fingerprint: node for node in nodes}.items():
+        if len(token_ids) <= _HASHED_AT_ONCE_TOKENS:
+            found[layout] = _hashes(node, token_ids)
+        else:
+            found[layout] = await asyncio.to_thread(_hashes, node, token_ids)
+    return found
+
+
+def _tokens_of(choice: _Choice) -> float:
+    """Return what a request costs its tenant: a token of the answer as much as several of the prompt."""
+    return choice.pair.remaining_tokens + _OUTPUT_WEIGHT * choice.question.expected_output
 
 
 def _seed(node: NodeView) -> bytes:

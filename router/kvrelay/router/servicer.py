@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,14 @@ import numpy.typing as npt
 from grpc import aio
 
 from kvrelay.core.clock import Deadline
-from kvrelay.core.errors import DeadlineError, InvalidRequestError, ServeError, Status, UnavailableError
+from kvrelay.core.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    OverloadedError,
+    ServeError,
+    Status,
+    UnavailableError,
+)
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.types import FinishReason
 from kvrelay.proto.v1 import inference_pb2 as pb
@@ -35,8 +43,10 @@ from kvrelay.router.orchestrate import (
 from kvrelay.router.output import Output
 from kvrelay.router.placement import longest_served, missing_for_service
 from kvrelay.router.placer import IndexPlacer
+from kvrelay.router.quota import QuotaBooks
 from kvrelay.router.settings import RouterSettings
 from kvrelay.router.stream import ClientStream, placement_to_pb
+from kvrelay.router.tenants import calling
 from kvrelay.router.timesplit import RequestTimer
 from kvrelay.router.tokenizer import PromptTokenizer
 from kvrelay.router.validation import Limits, ValidRequest, check_model, read_packed_ids, service_class, validate
@@ -63,6 +73,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._placer = placer
         self._orchestrator = orchestrator
         self._metrics = metrics
+        self._quotas = QuotaBooks()
         self.num_active = 0
 
     async def Generate(  # type: ignore[override]  # events are written, so that one task owns the request and its time
@@ -79,7 +90,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     async with asyncio.timeout(limit_s):
                         slo = service_class(request.service_class)
                         valid = await self._let_in(request, timer)
-                        await self._run(valid, slo, context, timer, Deadline.after(limit_s))
+                        with self._charged(valid) as output:
+                            await self._run(valid, slo, context, timer, Deadline.after(limit_s), output)
                         status = "ok"
                 except TimeoutError as err:
                     status = Status.DEADLINE_EXCEEDED.name
@@ -134,11 +146,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: aio.ServicerContext[Any, Any],
         timer: RequestTimer,
         deadline: Deadline,
+        output: Output,
     ) -> None:
         job = Job(secrets.token_hex(8), valid.prompt_T, valid.sampling, slo)
-        output = Output(
-            self._files.tokenizer, stop_token_ids=valid.sampling.stop_token_ids, stop_strings=valid.stop_strings
-        )
         stream = ClientStream(job.request_id, valid.prompt_tokens, output, context.write)
         run = self._orchestrator.start(job, timer=timer, deadline=deadline)
         reason = await self._follow(run, stream, seed=valid.sampling.seed)
@@ -150,6 +160,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         time = timer.split()
         self._metrics.finished(time, usage)
         await stream.finished(reason, placement, usage, time)
+
+    @contextmanager
+    def _charged(self, valid: ValidRequest) -> Iterator[Output]:
+        """Charge a request to its tenant while it runs; what its output does not use is given back.
+
+        Raises:
+            QuotaError: the tenant has as much as it may have.
+        """
+        output = Output(
+            self._files.tokenizer, stop_token_ids=valid.sampling.stop_token_ids, stop_strings=valid.stop_strings
+        )
+        charge = self._quotas.enter(
+            calling.get(), prompt_tokens=valid.prompt_tokens, max_tokens=valid.sampling.max_tokens
+        )
+        try:
+            yield output
+        except OverloadedError:  # nothing was done for it
+            self._quotas.settle(charge, used_tokens=0)
+            raise
+        finally:
+            self._quotas.settle(charge, used_tokens=valid.prompt_tokens + len(output.token_ids))
 
     async def _follow(self, run: Run, stream: ClientStream, *, seed: int) -> FinishReason:
         """Pass on events until the end, or a stop string: leaving early ends both legs."""

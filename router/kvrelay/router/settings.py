@@ -22,6 +22,11 @@ class RouterSettings(CommonSettings):
     max_retries: int = Field(2, ge=0, le=10, description="more attempts after a failure that another node may not have")
     max_waiting: int = Field(1024, ge=1, description="requests whose prompt is not computed yet; more are refused")
     registry_refresh_s: float = Field(0.5, gt=0, description="how often the list of nodes is read")
+    ahead_per_node: int = Field(
+        4,
+        ge=1,
+        description="with more than one tenant: requests that a prefill node has to compute; more wait their turn",
+    )
     mirror_blocks: int = Field(
         1 << 19, ge=1, description="blocks of the prefix index that the router keeps a copy of; about 200 B each"
     )

@@ -1,7 +1,9 @@
 """Who a client is: bearer tokens, one or more per tenant, and what a tenant may do.
 
-The file is JSON, a list of {"tenant": NAME, "token_sha256": HEX, "operator": false}. It holds no token, only digests,
-and is read once. A tenant's salt comes from its name here on the server, so nobody can ask for another's prefixes.
+The file is JSON, a list of {"tenant": NAME, "token_sha256": HEX, "operator": false, "max_requests": 0,
+"tokens_per_minute": 0, "weight": 1.0}; all but the first two may be left out. It holds no token, only digests, and is
+read once. A tenant with several tokens has one quota, that of its last entry. A tenant's salt comes from its name here
+on the server, so nobody can ask for another's prefixes.
 """
 
 from __future__ import annotations
@@ -27,9 +29,19 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
+class Quota:
+    """What a tenant may have of this router; 0 = no limit."""
+
+    max_requests: int = 0  # in work at a time
+    tokens_per_minute: int = 0  # of prompts and answers together
+    weight: float = 1.0  # its share when others wait too, over theirs
+
+
+@dataclass(frozen=True, slots=True)
 class Tenant:
     name: str
     operator: bool = False  # may also list and drain nodes
+    quota: Quota = Quota()
 
     @property
     def salt(self) -> bytes:
@@ -58,9 +70,14 @@ class Tokens:
             return None
         try:
             entries = json.loads(Path(path).read_text())
-            return cls({_digest(entry): Tenant(str(entry["tenant"]), bool(entry.get("operator"))) for entry in entries})
+            quotas = {str(entry["tenant"]): _quota(entry) for entry in entries}
+            return cls({_digest(entry): _tenant(entry, quotas) for entry in entries})
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as err:
             raise SettingsError(f"token file {path}: {err!r}") from err
+
+    @property
+    def num_tenants(self) -> int:
+        return len({tenant.name for tenant in self._tenants.values()})
 
     def tenant_of(self, token: str) -> Tenant | None:
         return self._tenants.get(hashlib.sha256(token.encode()).hexdigest())
@@ -88,6 +105,22 @@ class ClientCheck:
             return Refusal("operator", grpc.StatusCode.PERMISSION_DENIED, "only an operator may look at the fleet")
         calling.set(tenant)
         return None
+
+
+def _tenant(entry: Mapping[str, Any], quotas: Mapping[str, Quota]) -> Tenant:
+    name = str(entry["tenant"])
+    return Tenant(name, bool(entry.get("operator")), quotas[name])
+
+
+def _quota(entry: Mapping[str, Any]) -> Quota:
+    quota = Quota(
+        int(entry.get("max_requests", 0)), int(entry.get("tokens_per_minute", 0)), float(entry.get("weight", 1.0))
+    )
+    if quota.max_requests < 0 or quota.tokens_per_minute < 0:
+        raise ValueError(f"a quota of tenant {entry['tenant']!r} is negative")
+    if not 0.01 <= quota.weight <= 100:
+        raise ValueError(f"the weight {quota.weight:g} of tenant {entry['tenant']!r} is not within 0.01 and 100")
+    return quota
 
 
 def _digest(entry: Mapping[str, Any]) -> str:
