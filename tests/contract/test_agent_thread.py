@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from functools import partial
 from typing import Any
 
 import pytest
 
+from faulty_transport import FaultyTransport, freeze
 from handoff_lab import Memory
 from kvrelay.core.errors import TransferError
 from kvrelay.core.types import Counters
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.fence_cells import HostCells
-from kvrelay.kv_transfer.transport import Transport
+from kvrelay.kv_transfer.outgoing import Posting
+from kvrelay.kv_transfer.plan import Copy
+from kvrelay.kv_transfer.transport import Handle, Progress, Transport
 from memory import region_of
 from transport_party import new_transport
 
@@ -67,4 +71,37 @@ def test_a_drain_is_done_after_its_time_of_polling_and_not_before() -> None:
 
     assert not done.wait(0.25)
     assert done.wait(5)
+    thread.stop()
+
+
+class Counting(FaultyTransport):
+    """Writes never end; counts how often they are asked for."""
+
+    num_polls = 0
+
+    def poll(self, handle: Handle) -> Progress:
+        self.num_polls += 1
+        return super().poll(handle)
+
+
+def test_writes_that_nobody_waits_for_any_more_are_polled_rarely() -> None:
+    made: list[Counting] = []
+
+    def make_counting(counters: Counters) -> Transport:
+        made.append(Counting(make(Memory(1), counters), freeze, from_write=0))
+        return made[0]
+
+    thread = TransferThread(make_counting, on_fatal=lambda: None)
+    address = thread.start()
+    thread.open_writer("w", address, fence_cell=0, fence_value=1, on_events=lambda events: None)
+    thread.post_part("w", Posting((Copy(0, 0, 64),), b"notice"))
+    time.sleep(0.3)
+    awaited = made[0].num_polls
+    thread.close_writer("w")
+    time.sleep(0.1)
+    before = made[0].num_polls
+    time.sleep(0.5)
+
+    assert awaited > 50
+    assert made[0].num_polls - before < 20
     thread.stop()

@@ -86,6 +86,26 @@ def test_a_block_in_use_is_spared_while_another_can_go() -> None:
     assert len(cache.match([b"old"])) == 1
 
 
+def test_eviction_for_one_allocator_leaves_blocks_of_others_alone() -> None:
+    pages = PageAllocator(8)
+    cache = PrefixCache(pages)
+    for name in (b"a", b"b", b"c"):
+        cached_chain(pages, cache, name)  # pages 0, 1, 2
+
+    assert cache.num_evictable(lambda page: page >= 1) == 2
+    assert cache.evict(2, lambda page: page >= 1) == [b"b", b"c"]
+    assert cache.hashes() == [b"a"]
+    cache.check()
+
+
+def test_a_leaf_elsewhere_goes_when_a_wanted_page_lies_under_it() -> None:
+    pages = PageAllocator(8)
+    cache = PrefixCache(pages)
+    cached_chain(pages, cache, b"a", b"b")  # pages 0, 1
+
+    assert cache.evict(1, lambda page: page == 0) == [b"b", b"a"]
+
+
 def test_an_unused_block_under_one_in_use_can_be_evicted() -> None:
     pages = PageAllocator(4)
     cache = PrefixCache(pages)

@@ -25,6 +25,7 @@ from kvrelay.kv_transfer.transport import Address, Transport
 # our own writes are in flight it is three times as often: a notification goes out only when its poster polls.
 _POLL_READER_S = 0.001
 _POLL_WRITER_S = 0.0003
+_POLL_CLOSED_S = 0.05  # for writes that nobody waits for any more: of a peer that neither takes nor fails them
 _VERIFY_BUDGET_S = 0.005
 # A longer gap between two polls (the thread was posting or verifying) counts as progress for no longer than this.
 _LONGEST_COUNTED_GAP_S = 0.01
@@ -181,9 +182,12 @@ class TransferThread:
                 self.caught_up_s = asked_s
         if moved or self._landings.has_backlog:
             return 0
-        if any(outgoing.busy for outgoing in self._outgoing.values()):
+        busy = [outgoing for outgoing in self._outgoing.values() if outgoing.busy]
+        if any(not outgoing.closed for outgoing in busy):
             return _POLL_WRITER_S
-        return _POLL_READER_S if reads else None
+        if reads:
+            return _POLL_READER_S
+        return _POLL_CLOSED_S if busy else None
 
     def _step_writer(self, transport: Transport, key: str, outgoing: Outgoing) -> bool:
         moved = outgoing.step(transport, self.counters)

@@ -9,11 +9,15 @@ Every cached block can be reached: its parent is cached too. Hence blocks leave 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 PageKey = TypeVar("PageKey", bound=Hashable)
+
+
+def _any_page(_: object) -> bool:
+    return True
 
 
 class Pages(Protocol[PageKey]):
@@ -55,7 +59,11 @@ class PrefixCache(Generic[PageKey]):
     @property
     def evictable_pages(self) -> int:
         """Pages that only the cache holds. Looks at every cached page."""
-        return sum(self._freeable(block) for block in self._blocks.values())
+        return self.num_evictable()
+
+    def num_evictable(self, useful: Callable[[PageKey], bool] = _any_page) -> int:
+        """Return how many of the pages that only the cache holds are useful. Looks at every cached page."""
+        return sum(self._freeable(block, useful) for block in self._blocks.values())
 
     def match(self, hashes: Sequence[bytes]) -> list[tuple[PageKey, ...]]:
         """Return the pages of the longest prefix of `hashes` that is cached, block by block, and mark it as used.
@@ -96,10 +104,14 @@ class PrefixCache(Generic[PageKey]):
         self._queue(name)
         return True
 
-    def evict(self, num_pages: int) -> list[bytes]:
-        """Drop least recently used leaves until `num_pages` pages are free again, or no drop would free one.
+    def evict(self, num_pages: int, useful: Callable[[PageKey], bool] = _any_page) -> list[bytes]:
+        """Drop least recently used leaves until `num_pages` useful pages are free again, or no drop would free one.
 
-        A leaf whose pages are all in use elsewhere is spared as long as another leaf frees something.
+        A leaf that would free nothing useful is spared as long as another leaf frees something.
+
+        Args:
+            num_pages: how many more must become free.
+            useful: which pages count; those of other allocators do not help one that is short.
 
         Returns:
             Hashes of the dropped blocks, children before parents.
@@ -107,8 +119,8 @@ class PrefixCache(Generic[PageKey]):
         dropped: list[bytes] = []
         freed = 0
         spared: list[tuple[int, bytes]] = []
-        while freed < num_pages and (name := self._oldest_leaf(spared)) is not None:
-            freed += self._drop(name)
+        while freed < num_pages and (name := self._oldest_leaf(spared, useful)) is not None:
+            freed += self._drop(name, useful)
             dropped.append(name)
         for entry in spared:
             heapq.heappush(self._leaves, entry)
@@ -159,36 +171,36 @@ class PrefixCache(Generic[PageKey]):
         block = self._blocks.get(entry[1])
         return block is not None and not block.num_children and block.used == entry[0]
 
-    def _freeable(self, block: _Block[PageKey]) -> int:
-        return sum(self._pages.refcount(page) == 1 for page in block.pages)
+    def _freeable(self, block: _Block[PageKey], useful: Callable[[PageKey], bool]) -> int:
+        return sum(self._pages.refcount(page) == 1 and useful(page) for page in block.pages)
 
-    def _oldest_leaf(self, spared: list[tuple[int, bytes]]) -> bytes | None:
+    def _oldest_leaf(self, spared: list[tuple[int, bytes]], useful: Callable[[PageKey], bool]) -> bytes | None:
         """Take the leaf to drop next from the heap; add those passed over to `spared`."""
         while self._leaves:
             entry = heapq.heappop(self._leaves)
             if not self._is_true(entry):
                 continue
-            if self._freeable(self._blocks[entry[1]]):
+            if self._freeable(self._blocks[entry[1]], useful):
                 return entry[1]
             spared.append(entry)
-        # Only leaves in use are left: one of them goes when blocks that only the cache holds lie under it.
+        # No leaf that is left frees anything: one of them goes when blocks that would lie under it.
         for index, entry in enumerate(spared):
-            if self._is_true(entry) and self._has_freeable_ancestor(entry[1]):
+            if self._is_true(entry) and self._has_freeable_ancestor(entry[1], useful):
                 del spared[index]
                 return entry[1]
         return None
 
-    def _has_freeable_ancestor(self, name: bytes) -> bool:
+    def _has_freeable_ancestor(self, name: bytes, useful: Callable[[PageKey], bool]) -> bool:
         parent = self._blocks[name].parent
         while parent is not None:
-            if self._freeable(self._blocks[parent]):
+            if self._freeable(self._blocks[parent], useful):
                 return True
             parent = self._blocks[parent].parent
         return False
 
-    def _drop(self, name: bytes) -> int:
+    def _drop(self, name: bytes, useful: Callable[[PageKey], bool]) -> int:
         block = self._blocks.pop(name)
         if block.parent is not None:
             self._blocks[block.parent].num_children -= 1
             self._queue(block.parent)
-        return len(self._pages.release(block.pages))
+        return sum(map(useful, self._pages.release(block.pages)))

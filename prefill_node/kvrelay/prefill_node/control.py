@@ -29,6 +29,7 @@ class _Record:
     submitted_s: float
     phase: Phase = Phase.QUEUED
     pages: RequestPages | None = None
+    short_since: int | None = None  # state of the room, as counted by RingControl, in which it found none
     sent_pages: int = 0  # prompt pages that the ranks know
     committed_blocks: int = 0
     overtaken: int = 0
@@ -53,6 +54,8 @@ class RingControl:
         self._records: dict[str, _Record] = {}  # in order of arrival
         self._computing: dict[bytes, str] = {}  # block -> the job that computes it
         self._step_id = 0
+        self._room = 0  # grows whenever a job that found no room might find some
+        self._room_planned = 0  # its value at the last plan
         self._chunk: NextChunk | None = None  # of the step in work
         self._events: list[Event] = []
 
@@ -96,6 +99,7 @@ class RingControl:
     def plan(self, now_s: float) -> ring_pb2.RingStep:
         """Return the next step: opens, one chunk if there is one to run, closes. An empty step is a tick."""
         self._step_id += 1
+        self._room_planned = self._room
         step = ring_pb2.RingStep(step_id=self._step_id)
         step.opens.extend(self._admit(now_s))
         self._chunk = self._scheduler.next_chunk()
@@ -142,6 +146,13 @@ class RingControl:
         """A chunk can run now."""
         return self._scheduler.next_chunk() is not None
 
+    @property
+    def wants_step(self) -> bool:
+        """The next step would do something; otherwise it may wait for a command, a report or a time limit."""
+        if self.has_chunk or (self._room != self._room_planned and self.queued_jobs):
+            return True
+        return any(r.phase is Phase.CLOSING and not r.close_sent for r in self._records.values())
+
     def queued_tokens(self) -> int:
         """Return the prompt tokens that wait or are in work."""
         waiting = (r.job.prompt_tokens for r in self._records.values() if r.phase is Phase.QUEUED)
@@ -175,11 +186,12 @@ class RingControl:
         opens: list[ring_pb2.RingOpen] = []
         short: list[_Record] = []  # lack room; may be overtaken a bounded number of times
         for key, record in list(self._records.items()):
-            if record.phase is not Phase.QUEUED or self._waits_for_prefix(record, now_s):
+            if record.phase is not Phase.QUEUED:
                 continue
-            record.pages, evicted = self._pages.take(record.job.usable_hashes, record.job.prompt_tokens)
-            if evicted:
-                self._events.append(CacheChanged(removed=tuple(evicted)))
+            if record.short_since != self._room:  # else nothing has changed since it found no room
+                if self._waits_for_prefix(record, now_s):
+                    continue
+                self._take_pages(record)
             if record.pages is None:
                 short.append(record)
                 if record.overtaken >= _MAX_OVERTAKEN or len(short) >= _MAX_SHORT:
@@ -189,6 +201,12 @@ class RingControl:
                 passed.overtaken += 1
             opens.append(self._open(key, record, now_s))
         return opens
+
+    def _take_pages(self, record: _Record) -> None:
+        record.pages, evicted = self._pages.take(record.job.usable_hashes, record.job.prompt_tokens)
+        record.short_since = self._room if record.pages is None else None
+        if evicted:
+            self._events.append(CacheChanged(removed=tuple(evicted)))
 
     def _open(self, key: str, record: _Record, now_s: float) -> ring_pb2.RingOpen:
         assert record.pages is not None, "a job opens with its pages"
@@ -246,6 +264,7 @@ class RingControl:
                 del self._computing[block]
         record.committed_blocks = blocks.end
         if added:
+            self._room += 1  # a job that begins with these blocks needs fewer pages
             self._events.append(CacheChanged(added=tuple(added)))
         self._events.append(Computed(chunk.request_id, chunk.tokens.end))
         if chunk.is_last:
@@ -260,6 +279,7 @@ class RingControl:
         if record.phase is Phase.CLOSING and record.close_sent and not record.undrained:
             assert record.pages is not None, "only a job with pages drains"
             self._pages.release(record.pages.pages)
+            self._room += 1
             self._forget(key)
 
     def _forget(self, key: str) -> None:

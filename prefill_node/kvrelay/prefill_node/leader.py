@@ -24,7 +24,7 @@ from kvrelay.prefill_node.rank import RankWorker, StepResult
 from kvrelay.proto.v1 import ring_pb2
 
 IDLE_TICK_S = 2.0  # keeps the ring's waits under the group timeout
-BUSY_TICK_S = 0.05  # while closes or waits for room are pending
+BUSY_TICK_S = 0.05  # first wait while closes or waits for room are pending; longer and longer while nothing changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,7 @@ class Leader:
         self._cancelled: set[str] = set()  # written by any thread; a set's add and test are atomic
         self._shut_down = threading.Event()
         self._relay_pending = False
+        self._tick_s = BUSY_TICK_S
         self._ended_at_prefill: list[str] = []
 
     def submit(self, job: Job, sink: Sink) -> None:
@@ -269,10 +270,13 @@ class Leader:
 
     def _wait_s(self) -> float | None:
         """Return how long to wait for a command before the next step; None = until one comes."""
-        if self._control.has_chunk or self._relay_pending or self._shut_down.is_set():
+        if self._control.wants_step or self._relay_pending or self._shut_down.is_set():
+            self._tick_s = BUSY_TICK_S
             return 0
         if self._control.closing_jobs or self._control.queued_jobs:
-            return BUSY_TICK_S
+            # What is awaited comes with a command, but for what the other ranks report: that needs a step.
+            tick_s, self._tick_s = self._tick_s, min(2 * self._tick_s, IDLE_TICK_S)
+            return tick_s
         return None if self._group is None else IDLE_TICK_S
 
     def _note_load(self, *, computing: bool = False) -> None:

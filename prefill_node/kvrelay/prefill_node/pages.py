@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.shard import Span
@@ -114,10 +115,10 @@ class RingPages:
         cached_tokens = len(cached) * self.page_tokens
         owners = self._owners(cached_tokens, prompt_tokens)
         wanted = Counter(owners)
-        evicted = self._make_room(wanted)
-        if not self._has_room(wanted):
+        if not self._can_make_room(wanted):
             self.release(cached)
-            return None, evicted
+            return None, []
+        evicted = self._make_room(wanted)
         fresh = {rank: iter(pages_of(self._allocators[rank].allocate(number))) for rank, number in wanted.items()}
         pages = (*cached, *((rank, next(fresh[rank])) for rank in owners))
         return RequestPages(pages, cached_tokens), evicted
@@ -143,10 +144,6 @@ class RingPages:
         """Return the name of every cached block, to publish them all again."""
         return self._cache.hashes()
 
-    def drop_cache(self) -> list[bytes]:
-        """Forget every cached block; pages that requests use stay theirs. Returns the hashes."""
-        return self._cache.drop_all()
-
     def check(self) -> None:
         """Assert the invariants of the allocators and of the cache."""
         for allocator in self._allocators:
@@ -157,16 +154,22 @@ class RingPages:
         """False: not even all ranks together have room, so nothing is worked out or evicted in vain."""
         return self.free_pages >= num_pages or self.free_pages + self._cache.evictable_pages >= num_pages
 
-    def _has_room(self, wanted: Counter[int]) -> bool:
-        return all(self._allocators[rank].free_pages >= number for rank, number in wanted.items())
+    def _missing(self, rank: int, number: int) -> int:
+        return number - self._allocators[rank].free_pages
+
+    def _can_make_room(self, wanted: Counter[int]) -> bool:
+        """False: some rank would stay short even without its cached pages."""
+        return all(
+            (missing := self._missing(rank, number)) <= 0 or self._cache.num_evictable(partial(_is_of, rank)) >= missing
+            for rank, number in wanted.items()
+        )
 
     def _make_room(self, wanted: Counter[int]) -> list[bytes]:
+        """Evict for the ranks that are short, and only for them; return the hashes of what went."""
         evicted: list[bytes] = []
-        while not self._has_room(wanted):
-            gone = self._cache.evict(1)
-            if not gone:
-                break
-            evicted += gone
+        for rank, number in wanted.items():
+            if (missing := self._missing(rank, number)) > 0:
+                evicted += self._cache.evict(missing, partial(_is_of, rank))
         return evicted
 
     def _owners(self, cached_tokens: int, prompt_tokens: int) -> list[int]:
@@ -191,6 +194,10 @@ class RingPages:
     def _wanted(self, cached_tokens: int, prompt_tokens: int) -> list[int]:
         counts = Counter(self._owners(cached_tokens, prompt_tokens))
         return [counts[rank] for rank in range(self.ring_size)]
+
+
+def _is_of(rank: int, page: RankPage) -> bool:
+    return page[0] == rank
 
 
 def _by_rank(pages: Iterable[RankPage]) -> dict[int, list[int]]:

@@ -1,0 +1,75 @@
+"""The step thread of rank 0 while it has nothing to compute."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import torch
+
+from contract.prefill_requests import MODEL, a_ref, recorded
+from contract.ring_ranks import Case, RecordingWriter, a_control, a_pool
+from kvrelay.core.types import Counters, Sampling
+from kvrelay.model.checkpoint import load_model
+from kvrelay.prefill_node.chunk_plan import ChunkPlanner
+from kvrelay.prefill_node.jobs import Job
+from kvrelay.prefill_node.leader import FirstToken, JobEvent, Leader
+from kvrelay.prefill_node.rank import RankWorker
+from kvrelay.prefill_node.ring import Ring
+from kvrelay.proto.v1 import handoff_pb2
+from oracle_data import FOLDER
+
+
+class StuckWriter(RecordingWriter):
+    """Its reader neither takes the writes nor fails them, until `stuck` is cleared."""
+
+    stuck = True
+
+    @property
+    def settled(self) -> bool:
+        return False
+
+    @property
+    def sources_free(self) -> bool:
+        return not self.stuck
+
+
+def test_a_hand_off_that_is_stuck_does_not_keep_the_step_thread_busy() -> None:
+    recorded()
+    case = Case(FOLDER / MODEL, tuple(range(70)), chunk_tokens=128)
+    model = load_model(case.folder, dtype="float32", device=torch.device("cpu"))
+    pool = a_pool(model)
+    counters, control, first, cleared = Counters(), a_control(case, 1), threading.Event(), threading.Event()
+    writer = StuckWriter(pool)
+    ring = Ring(None, pool, counters)
+    planner = ChunkPlanner(rank=0, ring_size=1, align_tokens=1, ring_block_tokens=4096, device=pool.device)
+    worker = RankWorker(model, pool, ring, open_writer=lambda _: writer, planner=planner, counters=counters)
+    leader = Leader(control, worker, None, token_bytes=1, on_cache=lambda _: None, counters=counters)
+    thread = threading.Thread(target=leader.run, daemon=True)
+    thread.start()
+
+    def sink(event: JobEvent) -> None:
+        if isinstance(event, FirstToken):
+            first.set()
+
+    ticket = handoff_pb2.Ticket(prompt_tokens=70)
+    job = Job(a_ref(), np.arange(70, dtype=np.int32), Sampling(max_tokens=8), block_hashes=(), ticket=ticket)
+    leader.submit(job, sink)
+    assert first.wait(10)
+    leader.cancel(job.key, "not wanted any more")
+    time.sleep(0.2)
+    steps = counters.values["steps"]
+    time.sleep(1.5)
+    stepped = counters.values["steps"] - steps
+
+    assert leader.load.closing_jobs == 1
+    assert stepped <= 5  # 30 at the shortest tick
+    writer.stuck = False
+    leader.wake()
+    leader.wake()
+    leader.call(lambda control: cleared.set())
+    assert cleared.wait(5)
+    leader.shut_down()
+    thread.join(5)
+    assert (leader.load.closing_jobs, leader.load.free_pages) == (0, 64)
