@@ -12,11 +12,12 @@ from repo import ROOT
 
 
 @pytest.mark.timeout(300)
-def test_triton_kernels_keep_their_contract_in_the_interpreter() -> None:
+@pytest.mark.parametrize("contract", ["kernel_contract.py", "decode_graphs_contract.py"])
+def test_triton_kernels_keep_their_contract_in_the_interpreter(contract: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(ROOT / "tests" / "kernel_contract.py")],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(ROOT / "tests" / contract)],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=280,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ import argparse
 from importlib.metadata import version
 from typing import Any
 
+from kvrelay.cli.bench_device_options import add_device_benches
 from kvrelay.cli.bench_options import add_simulations
 from kvrelay.cli.defaults import ENDPOINT
 from kvrelay.cli.eval_options import add_eval
@@ -173,4 +174,5 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     cpu.add_argument("--threads", type=positive, default=2, metavar="N", help="intra-op threads of both")
     cpu.add_argument("--out", metavar="DIR", help="folder for the result file; without it nothing is written")
     cpu.set_defaults(run="kvrelay.bench.cpu:run")
+    add_device_benches(kinds)
     add_simulations(kinds)

@@ -16,6 +16,7 @@ from kvrelay.core.types import SampledToken, Sampling
 from kvrelay.decode_node.scheduler import Sequence
 from kvrelay.kernels.mla_decode import DecodePlan
 from kvrelay.kvcache.pool import LatentPool
+from kvrelay.model.decode_graphs import DecodeGraphs, StepRow
 from kvrelay.model.decode_step import decode_forward
 from kvrelay.model.sampler import SamplerState, sample
 from kvrelay.model.transformer import Model
@@ -34,14 +35,30 @@ class SequenceState:
 
 
 class DecodeEngine:
-    """The model over the pool. A sequence writes only pages that it alone holds."""
+    """The model over the pool. A sequence writes only pages that it alone holds.
 
-    def __init__(self, model: Model, pool: LatentPool) -> None:
+    On a GPU the steps are recorded graphs; elsewhere each is computed as it comes.
+    """
+
+    def __init__(self, model: Model, pool: LatentPool, *, max_batch: int) -> None:
+        """
+        Args:
+            max_batch: most sequences of one step.
+        """
         self._model = model
         self._pool = pool
+        self._graphs: DecodeGraphs | None = None
+        if pool.device.type == "cuda":
+            max_tokens = model.config.max_model_len
+            self._graphs = DecodeGraphs(model, pool, max_batch=max_batch, max_tokens=max_tokens)
 
     def warm_up(self) -> None:
-        """Run one step on page 0, so that the first request pays for no first use. Only before anything is reserved."""
+        """Record all steps and run one on page 0, so that no request pays for a first use.
+
+        Only before anything is reserved.
+        """
+        if self._graphs is not None:
+            self._graphs.record_all()
         state = SequenceState.of([0], SamplerState(Sampling(max_tokens=1), [0]))
         self.step([Sequence(0, position=0, last_token=0, tokens_left=1, stop_ids=frozenset())], [state])
 
@@ -52,6 +69,22 @@ class DecodeEngine:
         Returns:
             One token per sequence, or the error that ends that sequence alone. Tokens are counted in its sampler.
         """
+        chosen = self._recorded(batch, states) if self._graphs is not None else self._computed(batch, states)
+        for state, token in zip(states, chosen, strict=True):
+            if isinstance(token, SampledToken):
+                state.sampler.observe(token.token_id)
+        return chosen
+
+    def _recorded(self, batch: Rows[Sequence], states: Rows[SequenceState]) -> list[SampledToken | ServeError]:
+        assert self._graphs is not None, "this engine records its steps"
+        return self._graphs.run(
+            [
+                StepRow(state.page_table, sequence.last_token, sequence.position, state.sampler)
+                for sequence, state in zip(batch, states, strict=True)
+            ]
+        )
+
+    def _computed(self, batch: Rows[Sequence], states: Rows[SequenceState]) -> list[SampledToken | ServeError]:
         positions = [sequence.position for sequence in batch]
         lengths = [position + 1 for position in positions]
         device = self._pool.device
@@ -64,8 +97,4 @@ class DecodeEngine:
         ids_B = torch.tensor([sequence.last_token for sequence in batch], device=device)
         positions_B = torch.tensor(positions, device=device)
         logits_BV = decode_forward(self._model, self._pool, ids_B, positions_B, plan, positions_B + 1)
-        chosen = sample(logits_BV, [state.sampler for state in states], lengths)
-        for state, token in zip(states, chosen, strict=True):
-            if isinstance(token, SampledToken):
-                state.sampler.observe(token.token_id)
-        return list(chosen)
+        return list(sample(logits_BV, [state.sampler for state in states], lengths))

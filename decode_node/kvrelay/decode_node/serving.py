@@ -73,7 +73,7 @@ class DecodeServer:
             max_requests=settings.max_requests,
             lease_s=settings.lease_s,
         )
-        self.engine = DecodeEngine(compute.model, compute.pool)
+        self.engine = DecodeEngine(compute.model, compute.pool, max_batch=settings.max_batch)
         self._steps = StepThread(self.engine, max_batch=settings.max_batch, loop=loop, on_report=self.node.on_report)
         self._transfer, self._hub = self._data_plane(loop)
         self.node.wire(hub=self._hub, steps=self._steps)

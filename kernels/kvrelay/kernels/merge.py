@@ -9,6 +9,22 @@ import torch
 from torch import Tensor
 
 
+def merge_in_place(out_a_TNV: Tensor, lse_a_TN: Tensor, out_b_TNV: Tensor, lse_b_TN: Tensor) -> None:
+    """Store the merge of two partials in the first one; see `merge_partials`. On GPUs one pass over memory.
+
+    Args:
+        out_b_TNV, lse_b_TN: any float dtype and strides, as an attention kernel returned them.
+    """
+    if out_a_TNV.is_cuda:
+        from kvrelay.kernels.triton_layer import merge_into  # noqa: PLC0415 - CPUs need no Triton
+
+        merge_into(out_a_TNV, lse_a_TN, out_b_TNV, lse_b_TN, out_a_TNV, lse_a_TN)
+        return
+    out_TNV, lse_TN = merge_partials(out_a_TNV, lse_a_TN, out_b_TNV, lse_b_TN)
+    out_a_TNV.copy_(out_TNV)
+    lse_a_TN.copy_(lse_TN)
+
+
 def merge_partials(out_a_TNV: Tensor, lse_a_TN: Tensor, out_b_TNV: Tensor, lse_b_TN: Tensor) -> tuple[Tensor, Tensor]:
     """Return attention over the union of two disjoint key sets.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import torch
@@ -47,7 +48,22 @@ def load_model(folder: Path, *, dtype: str, device: torch.device, max_model_len:
     dtype = resolve_dtype(dtype, config, device)
     with CheckpointFiles(folder, config) as files:
         _check_memory(folder, loaded_bytes(config, DTYPE_BYTES[dtype]), device)
-        return _Builder(files, config, DTYPES[dtype], device).model(model_id(folder))
+        return build_model(files, config, dtype=DTYPES[dtype], device=device, model_id=model_id(folder))
+
+
+class TensorSource(Protocol):
+    """Where a model's tensors come from, by their name in a checkpoint."""
+
+    def take(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return one of `tensors.expected_tensors`, on any device; the caller may keep and change it."""
+        ...
+
+
+def build_model(
+    source: TensorSource, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, model_id: str
+) -> Model:
+    """Return a model of a source's tensors."""
+    return _Builder(source, config, dtype, device).model(model_id)
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> str:
@@ -100,7 +116,7 @@ def _check_memory(folder: Path, needed_bytes: int, device: torch.device) -> None
 class _Builder:
     """Takes tensors by name and puts them where the computation wants them."""
 
-    def __init__(self, files: CheckpointFiles, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, files: TensorSource, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._files = files
         self._config = config
         self._dtype = dtype

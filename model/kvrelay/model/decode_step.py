@@ -15,14 +15,19 @@ from kvrelay.model.transformer import Model
 
 @torch.inference_mode()
 def decode_forward(
-    model: Model, pool: LatentPool, ids_B: Tensor, positions_B: Tensor, plan: DecodePlan, ntk_tokens: Tensor | int
+    model: Model,
+    pool: LatentPool,
+    ids_B: Tensor,
+    positions_B: Tensor,
+    plan: DecodePlan,
+    ntk_tokens: Tensor | int,
 ) -> Tensor:
     """Write the new tokens' rows into the pool and return the logits of what follows them.
 
     Args:
         ids_B: int64, the last token of each sequence; its row is not in the pool yet.
         positions_B: int64, its position; the plan's length is one more.
-        plan: of this step; says where the rows go.
+        plan: of this step; says where the rows go. A paged plan may have rows without a sequence.
         ntk_tokens: current length, per sequence or one for all; only dynamic NTK reads it.
 
     Returns:
@@ -33,8 +38,17 @@ def decode_forward(
     scale, latent_width = model.softmax_scale, model.config.kv_lora_rank
     for number, layer in enumerate(model.layers):
         projected = layer.project(hidden_BD, rope)
-        pool.write(number, plan.slots_B, projected.rows_TW)
+        _store(pool, number, plan, projected.rows_TW)
         q_BNW = layer.absorb(projected.q_TNK)
         out_BNC = mla_decode(q_BNW, pool.layer(number), plan, scale=scale, latent_width=latent_width)
         hidden_BD = layer.finish(hidden_BD, layer.unabsorb(out_BNC))
     return model.logits(hidden_BD)
+
+
+def _store(pool: LatentPool, layer: int, plan: DecodePlan, rows_BW: Tensor) -> None:
+    if plan.paged is not None:
+        from kvrelay.kernels.triton_layer import store_rows  # noqa: PLC0415 - Triton is needed for paged plans alone
+
+        store_rows(rows_BW, plan.slots_B, pool.rows(layer))
+    else:
+        pool.write(layer, plan.slots_B, rows_BW)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvrelay.kernels.experts_choice import expert_logits, softmax_experts
 from kvrelay.model.config import MoeConfig, Routing
 
 
@@ -42,15 +43,21 @@ class Router:
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return (weights_TK fp32, experts_TK int64)."""
         config = self.config
-        logits_TE = F.linear(x_TD.float(), self.weight_ED)
+        logits_TE = expert_logits(x_TD, self.weight_ED)
+        if config.routing is Routing.SOFTMAX_GREEDY:
+            return softmax_experts(
+                logits_TE,
+                num_chosen=config.experts_per_token,
+                scale=config.weight_scale,
+                normalise=config.normalise_weights,
+            )
         if config.routing is Routing.SIGMOID_NOAUX:
             assert self.bias_E is not None, "noaux_tc has a bias"
             scores_TE = logits_TE.sigmoid()
             choice_TE = self._eligible(scores_TE + self.bias_E, best_of_group=2, masked=-torch.inf)
         else:
-            scores_TE = choice_TE = logits_TE.softmax(-1)
-            if config.routing is Routing.SOFTMAX_GROUP_LIMITED:
-                choice_TE = self._eligible(scores_TE, best_of_group=1, masked=0.0)
+            scores_TE = logits_TE.softmax(-1)
+            choice_TE = self._eligible(scores_TE, best_of_group=1, masked=0.0)
         experts_TK = choice_TE.topk(config.experts_per_token, sorted=False).indices
         weights_TK = scores_TE.gather(1, experts_TK)
         if config.normalise_weights:

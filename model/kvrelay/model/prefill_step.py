@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.merge import merge_partials
+from kvrelay.kernels.merge import merge_in_place
 from kvrelay.kernels.mla_prefill import attend_block
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.transformer import Layer, Model
 
 # Earlier rows are expanded this many at a time, so memory does not grow with the prompt.
-PREFIX_BLOCK_TOKENS = 4096
+PREFIX_BLOCK_TOKENS = {"cpu": 4096, "cuda": 32_768}
 
 
 @torch.inference_mode()
@@ -35,21 +35,22 @@ def prefill_forward(
     end = start + ids_T.shape[0]
     rope = model.rope(torch.arange(start, end, device=ids_T.device), ntk_tokens)
     hidden_TD = model.embed(ids_T)
+    block_tokens = PREFIX_BLOCK_TOKENS[model.device.type]
     for number, layer in enumerate(model.layers):
         projected = layer.project(hidden_TD, rope)
         pool.write(number, slots[start:end], projected.rows_TW)
         k_TNK, v_TNV = layer.expand(projected.rows_TW)
-        attended = attend_block(projected.q_TNK, k_TNK, v_TNV, scale=model.softmax_scale, causal=True)
-        for first in range(0, start, PREFIX_BLOCK_TOKENS):
-            rows_SW = pool.read(number, slots[first : min(first + PREFIX_BLOCK_TOKENS, start)])
-            attended = _also_attend(layer, projected.q_TNK, rows_SW, attended, model.softmax_scale)
-        hidden_TD = layer.finish(hidden_TD, attended[0])
+        out_TNV, lse_TN = attend_block(projected.q_TNK, k_TNK, v_TNV, scale=model.softmax_scale, causal=True)
+        if start:
+            out_TNV = out_TNV.float()  # partial results are joined in fp32
+        for first in range(0, start, block_tokens):
+            rows_SW = pool.read(number, slots[first : min(first + block_tokens, start)])
+            _also_attend(layer, projected.q_TNK, rows_SW, (out_TNV, lse_TN), model.softmax_scale)
+        hidden_TD = layer.finish(hidden_TD, out_TNV)
     return hidden_TD
 
 
-def _also_attend(
-    layer: Layer, q_TNK: Tensor, rows_SW: Tensor, attended: tuple[Tensor, Tensor], scale: float
-) -> tuple[Tensor, Tensor]:
+def _also_attend(layer: Layer, q_TNK: Tensor, rows_SW: Tensor, attended: tuple[Tensor, Tensor], scale: float) -> None:
     """Merge attention over earlier rows, all visible, into what was attended."""
     k_SNK, v_SNV = layer.expand(rows_SW)
-    return merge_partials(*attended, *attend_block(q_TNK, k_SNK, v_SNV, scale=scale, causal=False))
+    merge_in_place(*attended, *attend_block(q_TNK, k_SNK, v_SNV, scale=scale, causal=False))

@@ -50,6 +50,17 @@ class SamplerState:
             self._output[token_id] += 1
 
     @property
+    def has_penalties(self) -> bool:
+        """True when what the text holds changes the logits."""
+        return _has_penalties(self.sampling)
+
+    def token_counts(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return (tokens of prompt or output, tokens of the output, how often each of those), for the penalties."""
+        seen = np.fromiter(self._seen, dtype=np.int64, count=len(self._seen))
+        output = np.fromiter(self._output, dtype=np.int64, count=len(self._output))
+        return seen, output, np.fromiter(self._output.values(), dtype=np.int64, count=len(self._output))
+
+    @property
     def is_plain_greedy(self) -> bool:
         """True when the argmax of the raw logits is the answer."""
         sampling = self.sampling
@@ -61,15 +72,13 @@ class SamplerState:
         if not _has_penalties(sampling):
             return logits_V
         logits_V = logits_V.copy()
-        seen = np.fromiter(self._seen, dtype=np.int64, count=len(self._seen))
+        seen, output, times = self.token_counts()
         if sampling.repetition_penalty != 1.0:
             picked = logits_V[seen]
             logits_V[seen] = np.where(
                 picked > 0, picked / sampling.repetition_penalty, picked * sampling.repetition_penalty
             )
-        output = np.fromiter(self._output, dtype=np.int64, count=len(self._output))
-        counts = np.fromiter(self._output.values(), dtype=np.float64, count=len(self._output))
-        logits_V[output] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+        logits_V[output] -= sampling.presence_penalty + sampling.frequency_penalty * times.astype(np.float64)
         return logits_V
 
 

@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvrelay.core.layout import PageLayout
+from kvrelay.kernels.residual_norm import add_rms_norm
 from kvrelay.kernels.rope import Rope, RopeTables
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.mla import Attention, Projected
 from kvrelay.model.moe import FeedForward
 
-# A feed-forward layer widens its input many times over; longer inputs are taken in pieces.
-FEED_FORWARD_BLOCK_TOKENS = 4096
+# A feed-forward layer widens its input many times over; longer inputs are taken in pieces. On GPUs large ones, so that
+# each of many experts still gets enough rows to fill the device: 1.6 GB of temporaries with DeepSeek-V2-Lite's widths.
+FEED_FORWARD_BLOCK_TOKENS = {"cpu": 4096, "cuda": 16_384}
 # Logits of many tokens are computed this many at a time: 64 MiB in fp32.
 LOGITS_BLOCK_NUMBERS = 1 << 24
 
@@ -54,15 +56,16 @@ class Layer:
 
     def finish(self, hidden_TD: Tensor, attn_TNV: Tensor) -> Tensor:
         """Return the layer's output from its input and its attention: output projection, feed-forward, residuals."""
-        hidden_TD = hidden_TD + self._attention.output(attn_TNV)
-        if hidden_TD.shape[0] <= FEED_FORWARD_BLOCK_TOKENS:
-            return hidden_TD + self._feed(hidden_TD)
-        for block_TD in torch.split(hidden_TD, FEED_FORWARD_BLOCK_TOKENS):
-            block_TD.add_(self._feed(block_TD))
+        attended_TD = self._attention.output(attn_TNV)
+        hidden_TD, normed_TD = add_rms_norm(hidden_TD, attended_TD, self._post_norm_D, self._eps)
+        block_tokens = FEED_FORWARD_BLOCK_TOKENS[hidden_TD.device.type]
+        if hidden_TD.shape[0] <= block_tokens:
+            return hidden_TD.add_(self._feed_forward(normed_TD))
+        for block_TD, block_normed_TD in zip(
+            torch.split(hidden_TD, block_tokens), torch.split(normed_TD, block_tokens), strict=True
+        ):
+            block_TD.add_(self._feed_forward(block_normed_TD))
         return hidden_TD
-
-    def _feed(self, hidden_TD: Tensor) -> Tensor:
-        return self._feed_forward(F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self._post_norm_D, self._eps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

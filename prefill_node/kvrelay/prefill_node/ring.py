@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvrelay.core.errors import RingError
 from kvrelay.core.types import Counters
-from kvrelay.kernels.merge import merge_partials
+from kvrelay.kernels.merge import merge_in_place
 from kvrelay.kernels.mla_prefill import attend_block
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.transformer import Layer
@@ -135,14 +135,17 @@ class Partial:
     def add(self, pair: Pair, k_BNK: Tensor, v_BNV: Tensor, scale: float) -> None:
         """Attend one pair and merge it in."""
         assert self._q_TNK is not None, "a rank without rows has no pairs"
-        if self._out_TNV is None or self._lse_TN is None:
-            shape = self._q_TNK.shape[:2]
-            self._out_TNV = torch.zeros((*shape, v_BNV.shape[2]), dtype=torch.float32, device=v_BNV.device)
-            self._lse_TN = torch.full(shape, -torch.inf, dtype=torch.float32, device=v_BNV.device)
         rows = slice(pair.queries.start, pair.queries.end)
         keys = slice(pair.keys.start, pair.keys.end)
         out, lse = attend_block(self._q_TNK[rows], k_BNK[keys], v_BNV[keys], scale=scale, causal=pair.causal)
-        self._out_TNV[rows], self._lse_TN[rows] = merge_partials(self._out_TNV[rows], self._lse_TN[rows], out, lse)
+        if self._out_TNV is None or self._lse_TN is None:
+            if out.shape[0] == self._q_TNK.shape[0]:  # all queries: nothing to join yet
+                self._out_TNV, self._lse_TN = out.float(), lse
+                return
+            shape = self._q_TNK.shape[:2]
+            self._out_TNV = torch.zeros((*shape, v_BNV.shape[2]), dtype=torch.float32, device=v_BNV.device)
+            self._lse_TN = torch.full(shape, -torch.inf, dtype=torch.float32, device=v_BNV.device)
+        merge_in_place(self._out_TNV[rows], self._lse_TN[rows], out, lse)
 
 
 def _checked(passing: Header | None, expected: Header) -> Header:

@@ -77,7 +77,7 @@ class Steps:
 @pytest.fixture
 async def steps(model: Model) -> AsyncIterator[Steps]:
     pool = LatentPool(model.layout(block_tokens=64), 400, torch.device("cpu"))
-    engine = DecodeEngine(model, pool)
+    engine = DecodeEngine(model, pool, max_batch=8)
     engine.warm_up()
     made = Steps(SingleEngine(model, pool))
     made.thread = StepThread(engine, max_batch=16, loop=asyncio.get_running_loop(), on_report=made.on_report)

@@ -1,0 +1,31 @@
+"""Options of the benches of one or several devices."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from kvrelay.cli.option_types import positive
+
+
+def add_device_benches(kinds: Any) -> None:
+    """Add the commands to the sub-commands of `bench`."""
+    step = kinds.add_parser("step", help="time between tokens and to the first token over what the device can do")
+    step.add_argument("--context", type=positive, nargs="+", default=[8192, 32_768, 131_072], metavar="N",
+                      help="tokens before those generated")  # fmt: skip
+    step.add_argument("--batch", type=positive, nargs="+", default=[1, 32], metavar="N", help="sequences of a step")
+    step.add_argument("--prompt", type=positive, nargs="+", default=[8192, 32_768, 131_072], metavar="N",
+                      help="lengths of prompts to prefill")  # fmt: skip
+    step.add_argument("--chunk-tokens", type=positive, default=32_768, metavar="N", help="tokens per prefill chunk")
+    step.add_argument("--steps", type=positive, default=40, metavar="N", help="steps per figure")
+    step.add_argument("--runs", type=positive, default=3, metavar="N", help="prefills per figure")
+    step.add_argument("--same-experts", action="store_true", help="also with all tokens going to the same experts")
+    step.add_argument("--profile", metavar="FILE", help="write a table of the device's kernels")
+    _add_common(step, "step")
+
+
+def _add_common(kind: argparse.ArgumentParser, name: str) -> None:
+    kind.add_argument("--shape", choices=("v2-lite", "tiny"), default="v2-lite", help="widths of the random model")
+    kind.add_argument("--device", default="auto", metavar="D", help="auto, cpu or cuda:N")
+    kind.add_argument("--out", metavar="DIR", help="folder for the result file; without it nothing is written")
+    kind.set_defaults(run=f"kvrelay.bench.{name}:run")

@@ -1,0 +1,22 @@
+"""The residual sum and the norm behind it, in one pass where there is a GPU.
+
+Shapes in this file: T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def add_rms_norm(hidden_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (sum_TD, normed_TD): hidden + delta, and its RMS norm times the weight.
+
+    Both have the dtype of `hidden_TD`; the sum is rounded to it before it is normalised, and the norm is fp32 inside.
+    """
+    if hidden_TD.is_cuda:
+        from kvrelay.kernels.triton_layer import add_rms_norm as fused  # noqa: PLC0415 - CPUs need no Triton
+
+        return fused(hidden_TD, delta_TD, weight_D, eps)
+    sum_TD = hidden_TD + delta_TD
+    return sum_TD, F.rms_norm(sum_TD, sum_TD.shape[-1:], weight_D, eps)

@@ -1,0 +1,144 @@
+"""What recorded decode steps and the kernels around them must do; collected for a GPU and for Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvrelay.bench.random_model import TINY, random_model
+from kvrelay.core.types import SampledToken, Sampling
+from kvrelay.kernels import triton_layer
+from kvrelay.kernels.merge import merge_partials
+from kvrelay.kvcache.pool import LatentPool
+from kvrelay.model.decode_graphs import DecodeGraphs, StepRow, batch_sizes
+from kvrelay.model.sampler import SamplerState, sample
+from kvrelay.model.single import Session, SingleEngine
+from kvrelay.model.transformer import Model
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+SETTINGS = (
+    Sampling(max_tokens=9),
+    Sampling(max_tokens=9, temperature=1.0, seed=4),
+    Sampling(max_tokens=9, temperature=0.8, top_p=0.9, presence_penalty=0.5, repetition_penalty=1.2, seed=5),
+    Sampling(max_tokens=9, temperature=1.0, seed=3, logprobs=2),
+    Sampling(max_tokens=9),
+)
+LENGTHS = (1, 64, 130, 200, 63)
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+class Side:
+    """One pool with the same prompts in it, and the sampler states of their rows."""
+
+    def __init__(self, model: Model) -> None:
+        self.pool = LatentPool(model.layout(block_tokens=64), 40, DEVICE)
+        self.engine = SingleEngine(model, self.pool)
+        self.sessions: list[Session] = []
+        self.firsts: list[int] = []
+        self.states: list[SamplerState] = []
+        for number, (length, sampling) in enumerate(zip(LENGTHS, SETTINGS, strict=True)):
+            prompt = torch.randint(512, (length,), generator=torch.Generator().manual_seed(number)).tolist()
+            self.sessions.append(self.engine.open(length + 12))
+            self.firsts.append(int(self.engine.prefill(self.sessions[-1], prompt).argmax()))
+            self.states.append(SamplerState(sampling, [*prompt, self.firsts[-1]], 1))
+
+
+def step_of_reference(side: Side, rows: list[int], tokens: list[int], positions: list[int]) -> list[SampledToken]:
+    """Do one step without any recorded graph: forward pass of the one-process engine, then the sampler."""
+    logits = side.engine.decode_step([side.sessions[row] for row in rows], [tokens[row] for row in rows])
+    chosen = sample(logits, [side.states[row] for row in rows], [positions[row] + 1 for row in rows])
+    assert all(isinstance(token, SampledToken) for token in chosen)
+    return [token for token in chosen if isinstance(token, SampledToken)]
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the engine beside it needs its own kernels, not the interpreter's")
+def test_recorded_steps_choose_what_single_steps_choose() -> None:
+    model = random_model(TINY, DEVICE, torch.float32, seed=1)
+    recorded, plain = Side(model), Side(model)
+    graphs = DecodeGraphs(model, recorded.pool, max_batch=8, max_tokens=300)
+    tokens, positions, rows = list(recorded.firsts), list(LENGTHS), list(range(5))
+
+    for step in range(8):
+        rows = [3, 1, 2] if step == 3 else [4, 2, 3, 1] if step == 5 else rows
+        found = graphs.run(
+            [StepRow(recorded.sessions[row].pages, tokens[row], positions[row], recorded.states[row]) for row in rows]
+        )
+        expected = step_of_reference(plain, rows, tokens, positions)
+        assert [one.token_id for one in found if isinstance(one, SampledToken)] == [one.token_id for one in expected]
+        for row, token in zip(rows, expected, strict=True):
+            tokens[row], positions[row] = token.token_id, positions[row] + 1
+            for side in (recorded, plain):
+                side.states[row].observe(token.token_id)
+
+
+def test_empty_rows_of_a_step_store_nothing() -> None:
+    model = random_model(TINY, DEVICE, torch.float32, seed=1)
+    pool = LatentPool(model.layout(block_tokens=64), 4, DEVICE)
+    graphs = DecodeGraphs(model, pool, max_batch=8, max_tokens=64)
+    state = SamplerState(Sampling(max_tokens=2), [5])
+
+    graphs.run([StepRow(torch.tensor([page]), 5, 0, state) for page in (3, 1, 2)])
+
+    for layer in range(3):
+        written = pool.layer(layer).abs().sum(-1).nonzero().tolist()
+        assert written == [[1, 0], [2, 0], [3, 0]]
+
+
+def test_a_row_whose_logits_are_not_finite_fails_alone() -> None:
+    model = random_model(TINY, DEVICE, torch.float32, seed=1)
+    pool = LatentPool(model.layout(block_tokens=64), 4, DEVICE)
+    pool.layer(0)[2] = torch.nan
+    graphs = DecodeGraphs(model, pool, max_batch=2, max_tokens=64)
+    state = SamplerState(Sampling(max_tokens=2), [5])
+
+    whole, broken = graphs.run([StepRow(torch.tensor([page]), 5, 3, state) for page in (1, 2)])
+
+    assert isinstance(whole, SampledToken)
+    assert not isinstance(broken, SampledToken)
+
+
+def test_batch_sizes_cover_every_batch() -> None:
+    assert batch_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+    assert batch_sizes(9) == (1, 2, 4, 8, 16)
+    assert batch_sizes(3) == (1, 2, 4)
+
+
+def test_sum_and_norm_equal_torch() -> None:
+    x, delta, weight = randn(5, 200, seed=1), randn(5, 200, seed=2), randn(200, seed=3)
+
+    total, normed = triton_layer.add_rms_norm(x, delta, weight, 1e-6)
+
+    torch.testing.assert_close(total, x + delta)
+    torch.testing.assert_close(normed, F.rms_norm(x + delta, (200,), weight, 1e-6), atol=1e-5, rtol=0)
+
+
+def test_merging_in_place_equals_the_plain_merge() -> None:
+    a, b = randn(7, 3, 20, seed=1), randn(3, 7, 20, seed=2).transpose(0, 1)
+    lse_a, lse_b = randn(7, 3, seed=3), randn(3, 7, seed=4).t()
+    lse_a[2] = lse_a[4] = -torch.inf
+    lse_b[3] = lse_b[4] = -torch.inf
+    a[4] = b[4] = 0
+    expected = merge_partials(a, lse_a, b, lse_b)
+
+    triton_layer.merge_into(a, lse_a, b, lse_b, a, lse_a)
+
+    torch.testing.assert_close((a, lse_a), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("tokens", [3, 300])
+def test_experts_are_those_of_torch(tokens: int, normalise: bool) -> None:
+    x, weight = randn(tokens, 100, seed=1), randn(10, 100, seed=2)
+
+    logits = triton_layer.router_logits(x, weight)
+    weights, ids = triton_layer.softmax_top(logits, top=3, scale=2.0, normalise=normalise)
+
+    torch.testing.assert_close(logits, (x.double() @ weight.double().T).float(), atol=1e-4, rtol=0)
+    expected, expected_ids = logits.softmax(-1).topk(3)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, 2 * (expected / expected.sum(-1, keepdim=True) if normalise else expected))
