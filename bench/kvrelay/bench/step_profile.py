@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from kvrelay.bench.step import Bench
 
 _STEPS = 5
+SORTED_BY = "self_cuda_time_total"
 
 
 def write(bench: Bench, file: Path, *, prompt_tokens: int) -> None:
-    """Profile two prompts (the first one warms up) and a few decode steps at the largest and smallest batch, after a warm-up of each."""
+    """Profile two prompts (the first warms up) and a few steps at the smallest and largest batch."""
     batches = sorted({bench.options.batch[0], bench.options.batch[-1]})
     context = bench.options.context[0]
     parts = []
@@ -28,7 +29,7 @@ def write(bench: Bench, file: Path, *, prompt_tokens: int) -> None:
         parts.append((f"decode steps, batch {batch}, context {context}", steps))
     file.parent.mkdir(parents=True, exist_ok=True)
     tables = [
-        f"{title}\n{one.key_averages().table(sort_by='self_cuda_time_total', row_limit=40, max_name_column_width=90)}"
+        f"{title}\n" + one.key_averages().table(sort_by=SORTED_BY, row_limit=40, max_name_column_width=90)
         for title, one in parts
     ]
     file.write_text("\n\n".join(tables))

@@ -21,11 +21,15 @@ def add_device_benches(kinds: Any) -> None:
     step.add_argument("--runs", type=positive, default=3, metavar="N", help="prefills per figure")
     step.add_argument("--same-experts", action="store_true", help="also with all tokens going to the same experts")
     step.add_argument("--profile", metavar="FILE", help="write a table of the device's kernels")
+    step.add_argument("--device", default="auto", metavar="D", help="auto, cpu or cuda:N")
     _add_common(step, "step")
+    memory = kinds.add_parser("memory", help="peak of device memory in a long prefill, predicted and measured")
+    memory.add_argument("--prompt-tokens", type=positive, default=1_000_000, metavar="N", help="length of the prompt")
+    memory.add_argument("--chunk-tokens", type=positive, default=32_768, metavar="N", help="tokens per prefill chunk")
+    _add_common(memory, "memory")
 
 
 def _add_common(kind: argparse.ArgumentParser, name: str) -> None:
     kind.add_argument("--shape", choices=("v2-lite", "tiny"), default="v2-lite", help="widths of the random model")
-    kind.add_argument("--device", default="auto", metavar="D", help="auto, cpu or cuda:N")
     kind.add_argument("--out", metavar="DIR", help="folder for the result file; without it nothing is written")
     kind.set_defaults(run=f"kvrelay.bench.{name}:run")

@@ -120,7 +120,7 @@ class Ring:
 
 
 class Partial:
-    """Attention of T queries over the keys seen so far, kept in fp32."""
+    """Attention of T queries over the keys seen so far, in fp32 as soon as two results are joined."""
 
     def __init__(self, q_TNK: Tensor | None) -> None:
         self._q_TNK = q_TNK
@@ -140,11 +140,13 @@ class Partial:
         out, lse = attend_block(self._q_TNK[rows], k_BNK[keys], v_BNV[keys], scale=scale, causal=pair.causal)
         if self._out_TNV is None or self._lse_TN is None:
             if out.shape[0] == self._q_TNK.shape[0]:  # all queries: nothing to join yet
-                self._out_TNV, self._lse_TN = out.float(), lse
+                self._out_TNV, self._lse_TN = out, lse
                 return
             shape = self._q_TNK.shape[:2]
             self._out_TNV = torch.zeros((*shape, v_BNV.shape[2]), dtype=torch.float32, device=v_BNV.device)
             self._lse_TN = torch.full(shape, -torch.inf, dtype=torch.float32, device=v_BNV.device)
+        if self._out_TNV.dtype != torch.float32:
+            self._out_TNV = self._out_TNV.float()
         merge_in_place(self._out_TNV[rows], self._lse_TN[rows], out, lse)
 
 

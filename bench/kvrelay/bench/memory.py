@@ -1,0 +1,121 @@
+"""`kvrelay bench memory`: the peak of device memory in a long chunked prefill, predicted beforehand and measured.
+
+What a chunk needs does not depend on how the rows before it came about, and grows with their number only up to one
+block of them. So the first chunk and the last one, over random earlier rows, have the peak of the whole prompt.
+
+Shapes in this file: T tokens of a chunk, S earlier rows of a block, D hidden, H heads, K key width, V value width,
+W latent row, A (token, expert) pairs, I expert width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvrelay.bench import report
+from kvrelay.bench.device_rates import timed_s
+from kvrelay.bench.random_model import SHAPES, random_model
+from kvrelay.core.errors import SettingsError
+from kvrelay.core.layout import DTYPE_BYTES
+from kvrelay.kvcache.pool import LatentPool
+from kvrelay.model.config import ModelConfig
+from kvrelay.model.prefill_step import PREFIX_BLOCK_TOKENS, prefill_forward
+from kvrelay.model.tensors import loaded_bytes
+from kvrelay.model.transformer import FEED_FORWARD_BLOCK_TOKENS
+
+_FP32 = DTYPE_BYTES["float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Bytes of each kind that a prefill has at once."""
+
+    weights: int
+    pool: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.pool + self.temporaries
+
+
+def predict(config: ModelConfig, *, pool_bytes: int, chunk_tokens: int, number_bytes: int) -> Prediction:
+    """Return what a GPU will hold at the peak of a prefill in chunks of `chunk_tokens`."""
+    attention = _attention_bytes(config, chunk_tokens, number_bytes)
+    feed_forward = _feed_forward_bytes(config, chunk_tokens, number_bytes)
+    return Prediction(loaded_bytes(config, number_bytes), pool_bytes, max(attention, feed_forward))
+
+
+def _attention_bytes(config: ModelConfig, tokens: int, number_bytes: int) -> int:
+    """Return the temporaries while an earlier block is attended: queries, its keys and values, two partial results."""
+    heads, row_width = config.num_heads, config.kv_lora_rank + config.rope_width
+    keys = PREFIX_BLOCK_TOKENS["cuda"]
+    hidden = tokens * config.hidden_size * number_bytes
+    queries = tokens * (heads * config.key_width + row_width) * number_bytes
+    expanded = heads * (config.key_width + config.nope_width + config.value_width) * number_bytes
+    partial = tokens * heads * (config.value_width * (number_bytes + _FP32) + 2 * _FP32)
+    return hidden + queries + keys * (row_width * number_bytes + expanded) + partial
+
+
+def _feed_forward_bytes(config: ModelConfig, tokens: int, number_bytes: int) -> int:
+    """Return the temporaries in an MoE layer, or in a dense one: residual, norm, and a block that is widened."""
+    block = min(tokens, FEED_FORWARD_BLOCK_TOKENS["cuda"])
+    moe = config.moe
+    dense = block * 3 * config.intermediate_size
+    if moe is not None:
+        pairs = block * moe.experts_per_token
+        dense = max(dense, pairs * (config.hidden_size + 3 * moe.expert_width) + block * 3 * moe.shared_width)
+    return (2 * tokens * config.hidden_size + dense + block * config.hidden_size) * number_bytes
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print the figures and write the result file when asked to."""
+    if not torch.cuda.is_available():
+        raise SettingsError("this bench measures the memory of a CUDA device, and there is none")
+    result = measure(SHAPES[options.shape], prompt_tokens=options.prompt_tokens, chunk_tokens=options.chunk_tokens)
+    print(json.dumps(result, indent=1))
+    if options.out:
+        name = torch.cuda.get_device_name().split()[-1].lower()
+        print(report.write(Path(options.out), device=name, bench="memory", result=result))
+    return 0
+
+
+@torch.inference_mode()
+def measure(config: ModelConfig, *, prompt_tokens: int, chunk_tokens: int) -> dict[str, Any]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    before = torch.cuda.memory_allocated(device)
+    model = random_model(config, device, torch.bfloat16)
+    layout = model.layout(block_tokens=64)
+    pool = LatentPool(layout, layout.pages_for(prompt_tokens), device)
+    for layer in range(layout.num_layers):
+        pool.layer(layer).normal_()
+    slots = torch.randperm(pool.num_pages, device=device)[:, None] * 64 + torch.arange(64, device=device)
+    slots = slots.flatten()[:prompt_tokens]
+    predicted = predict(config, pool_bytes=pool.num_bytes, chunk_tokens=chunk_tokens, number_bytes=2)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    last = (prompt_tokens - 1) // chunk_tokens * chunk_tokens
+    seconds = []
+    for start in (0, last):
+        ids = torch.randint(config.vocab_size, (min(chunk_tokens, prompt_tokens - start),), device=device)
+
+        def chunk(ids: torch.Tensor = ids, start: int = start) -> None:
+            hidden = prefill_forward(model, pool, ids, slots=slots, start=start, ntk_tokens=prompt_tokens)
+            model.logits(hidden[-1:])
+
+        seconds.append(timed_s(chunk, device))
+    measured = torch.cuda.max_memory_allocated(device) - before
+    return {
+        "prompt_tokens": prompt_tokens, "chunk_tokens": chunk_tokens, "chunks_run": "first and last",
+        "predicted_gib": round(predicted.total / 2**30, 3), "measured_gib": round(measured / 2**30, 3),
+        "reserved_gib": round(torch.cuda.max_memory_reserved(device) / 2**30, 3),
+        "predicted_over_measured": round(predicted.total / measured, 4),
+        "weights_gib": round(predicted.weights / 2**30, 3), "pool_gib": round(predicted.pool / 2**30, 3),
+        "temporaries_gib": round(predicted.temporaries / 2**30, 3), "chunk_s": [round(one, 3) for one in seconds],
+    }  # fmt: skip
