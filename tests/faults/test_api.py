@@ -46,10 +46,12 @@ def test_a1_every_request_has_an_id_of_its_own_minted_by_the_server(fleet: Fleet
 def test_a2_a_wrong_request_is_one_clear_error_and_nobody_else_notices(
     fleet: Fleet, tokens: list[int], sampling: dict[str, object]
 ) -> None:
-    """A2."""
+    """A2. Refused by the router itself: nodes refuse what they cannot do, but never hear of this."""
+    before = fleet.retries()
     code, text = refusal(lambda: fleet.start(tokens, **{"max_tokens": 4, **sampling}, timeout_s=10))
     assert code is grpc.StatusCode.INVALID_ARGUMENT, text
     assert text
+    assert fleet.retries() == before
     right(fleet, 710, num_tokens=40)
 
 

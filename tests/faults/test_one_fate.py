@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +15,6 @@ from faults.lab.drive import Stopwatch, drive, refusal
 from faults.lab.fleet import Fleet
 from faults.lab.requests import TOKENS, Watched, right
 from faults.lab.workload import golden, prompt
-
-# Faults are armed on one node, and which node serves a request is the router's choice: see README.md, "Open".
-pytestmark = pytest.mark.full
 
 
 @pytest.mark.sabotage("router_leaves_legs")
@@ -31,17 +29,17 @@ def test_f1_a_refusal_by_prefill_is_the_clients_in_half_a_second_and_decode_hold
     wait_until(lambda: not any(one.pinned_pages for one in fleet.stats().values()), 1.0 - min(watch.s, 0.9))
 
 
-@pytest.mark.full  # fails today: see README.md, "Open"
 @pytest.mark.sabotage("failed_writes_unnoticed")
 def test_f2_one_write_that_cannot_be_posted_fails_the_whole_at_once(fleet: Fleet) -> None:
     """F2. The request is redone, and waits for no timer."""
-    before = fleet.retries()
+    golden(210, TOKENS, 12)
+    said = len(fleet.log_of("router"))
+    fleet.serve_on("prefill-0")
     fleet.arm("prefill-0", "part", "refuse", skip=3, count=1)
     watch = Stopwatch()
     right(fleet, 210)
-    assert watch.s < 3.0
-    assert fleet.retries() > before
-    assert "no such route" in fleet.log_of("router")
+    assert watch.s < 2.0  # after which a part counts as lost
+    assert re.search(r"attempt 1 failed: .*no such route", fleet.log_of("router")[said:])
 
 
 @pytest.mark.sabotage("aborts_not_remembered")
@@ -58,6 +56,7 @@ def test_f3_a_cancelled_attempt_does_not_come_back_to_life(fleet: Fleet) -> None
 @pytest.mark.sabotage("no_avoidance")
 def test_f4_a_prefill_node_that_always_fails_is_left_for_another(fleet: Fleet) -> None:
     """F4. With none left the client hears UNAVAILABLE, and soon."""
+    fleet.serve_on("prefill-0")
     fleet.arm("prefill-0", "prefill.accept", "unavailable")
     for seed in range(230, 233):
         right(fleet, seed)

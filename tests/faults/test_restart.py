@@ -20,9 +20,6 @@ from faults.lab.fleet import STUCK_AFTER_S, Fleet
 from faults.lab.requests import TOKENS, Watched, right
 from faults.lab.workload import golden, prompt
 
-# Faults are armed on one node, and which node serves a request is the router's choice: see README.md, "Open".
-pytestmark = pytest.mark.full
-
 
 def like(process: psutil.Process, **changed: str) -> subprocess.Popen[bytes]:
     """Start a process of the lab as another one was started, with other values for some options."""
@@ -163,11 +160,10 @@ def test_r4_two_layouts_in_one_fleet_pair_each_with_its_like(fleet: Fleet) -> No
 def test_r5_a_node_that_makes_no_progress_is_not_serving_and_gets_nothing(fleet: Fleet) -> None:
     """R5. Its step hangs; health says so, it leaves the registry, and once it moves again it is back."""
     endpoint = next(record.endpoint for record in fleet.nodes() if record.node.name == "decode-0")
-    fleet.arm("decode-1", "decode.reserve", "full")  # so that the first request comes to the node that hangs
+    fleet.serve_on("decode-0")
     fleet.arm("decode-0", "decode.step", seconds=60.0, count=1)
     held = Watched(fleet, 540, timeout_s=60)
     wait_until(lambda: not serving(endpoint), STUCK_AFTER_S + 4)
-    fleet.arm("decode-1", "decode.reserve", "full", count=0)
     wait_until(lambda: "decode-0" not in {record.node.name for record in fleet.nodes()}, 6)
     right(fleet, 541)
     fleet.remote.clear()

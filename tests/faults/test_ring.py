@@ -13,9 +13,6 @@ from faults.lab.workload import SPEC, prompt
 from kvrelay.core.shard import Span
 from kvrelay.kv_transfer import plan
 
-# Faults are armed on one node, and which node serves a request is the router's choice: see README.md, "Open".
-pytestmark = pytest.mark.full
-
 CHUNK = SPEC.chunk_tokens or 128
 PAGE = 64
 
@@ -42,17 +39,16 @@ def test_l1_the_ranges_of_all_ranks_are_every_token_once(data: st.DataObject, ri
 @pytest.mark.sabotage("a_row_is_lost")
 def test_l1_l2_prompts_around_every_boundary_get_the_tokens_of_one_rank(fleet: Fleet, num_tokens: int) -> None:
     """L1, L2. A last chunk of one token, a prompt shorter than the ring, through the ring of two."""
-    fleet.arm("prefill-0", "prefill.accept", "unavailable")
+    fleet.serve_on("prefill-1")
     right(fleet, 600, num_tokens=num_tokens)
     right(fleet, 600, num_tokens=num_tokens + 30)  # its cached prefix ends inside a page
-    fleet.remote.clear()
 
 
-@pytest.mark.full  # fails today: see README.md, "Open"
 @pytest.mark.sabotage("committed_blocks_dropped")
 def test_l3_what_an_interrupted_request_computed_is_not_computed_again(fleet: Fleet) -> None:
     """L3. Cancelled between two chunks; the next one begins where it was."""
     tokens = 8 * CHUNK
+    fleet.serve_on("prefill-0")
     fleet.arm_all("prefill", "prefill.chunk", seconds=0.2)
     request = Watched(fleet, 610, num_tokens=tokens)
     wait_until(lambda: any(p.prefilled_tokens >= 3 * CHUNK for p in request.answer.progress), 10)
@@ -61,6 +57,7 @@ def test_l3_what_an_interrupted_request_computed_is_not_computed_again(fleet: Fl
     request.end(5)
     fleet.remote.clear()
     fleet.assert_settled()
+    fleet.serve_on("prefill-0")
     before = fleet.counter("prefill_tokens_executed", role="prefill")
     again = fleet.generate(prompt(610, tokens), max_tokens=4)
     assert again.usage.cached_tokens >= computed

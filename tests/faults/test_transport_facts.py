@@ -14,7 +14,7 @@ from cluster.cluster import wait_until
 from faults.lab.drive import ME, Stopwatch, drive, refusal
 from faults.lab.fleet import GROUP_TIMEOUT_S, LEASE_S, Fleet
 from faults.lab.requests import TOKENS, Watched, right
-from faults.lab.workload import FOLDER, prompt
+from faults.lab.workload import FOLDER, golden, prompt
 from kvrelay.core.settings import load
 from kvrelay.core.types import Role
 from kvrelay.decode_node.settings import DecodeSettings
@@ -22,15 +22,13 @@ from kvrelay.proto.convert import incarnation_from_pb
 from kvrelay.proto.v1 import common_pb2, decode_pb2
 from kvrelay.router.leases import LeaseKeeper, Peer
 
-# Faults are armed on one node, and which node serves a request is the router's choice: see README.md, "Open".
-pytestmark = pytest.mark.full
-
 
 @pytest.mark.parametrize("stopped_s", [2.0, pytest.param(20.0, marks=[pytest.mark.full, pytest.mark.timeout(240)])])
 @pytest.mark.sabotage("no_fence")
 def test_n1_what_a_stopped_writer_still_writes_reaches_no_page_in_use(fleet: Fleet, stopped_s: float) -> None:
     """N1. Stopped in mid relay, its request given up and others served from what is free, then continued."""
     fleet.arm("prefill-1", "part", "slow", seconds=0.2)
+    fleet.serve_on("prefill-0", "decode-0")
     with drive(fleet, prompt(800, TOKENS), prefill="prefill-1") as one:
         call = one.start_prefill(one.reserve())
         wait_until(lambda: one.decode_stats().sessions.get("receiving", 0) > 0, 10)
@@ -50,18 +48,15 @@ def test_n1_what_a_stopped_writer_still_writes_reaches_no_page_in_use(fleet: Fle
     fleet.make_whole(30)
 
 
-@pytest.mark.full  # fails today: see README.md, "Open"
 @pytest.mark.timeout(240)
 @pytest.mark.sabotage("ranks_outlive_their_ring")
 def test_n2_a_ring_with_a_stopped_rank_leaves_as_a_whole_and_the_request_is_redone(fleet: Fleet) -> None:
     """N2. The group timeout ends it; both ranks are new ones afterwards."""
     fleet.arm_all("prefill-1", "prefill.chunk", seconds=0.3)
-    fleet.arm("prefill-0", "prefill.accept", "unavailable")
+    fleet.serve_on("prefill-1")
     before = {record.node.name: record.node.start_id for record in fleet.nodes()}
     request = Watched(fleet, 810, timeout_s=60)
-    # Accepted may name prefill-0: it is sent before that one refuses and the request is placed again.
     wait_until(lambda: fleet.stats()["prefill-1"].active_requests == 1, 10)
-    fleet.arm("prefill-0", "prefill.accept", "unavailable", count=0)
     fleet.signal("prefill-1", signal.SIGSTOP, rank=1)
     watch = Stopwatch()
     request.assert_right()
@@ -132,15 +127,21 @@ def test_n6_a_pool_is_what_its_process_was_started_with() -> None:
     assert methods == {"Reserve", "Attach", "Decode", "Abort", "Renew", "Drain", "Stats", "FenceWriter"}
 
 
-@pytest.mark.parametrize("how", ["one_token", "deadline"])
 @pytest.mark.sabotage("router_leaves_legs")
-def test_n7_requests_that_end_at_prefill_leave_nothing_reserved(fleet: Fleet, how: str, sabotaged: str | None) -> None:
-    """N7. One token; a deadline shorter than the prefill. A stop string in the first token: tests of the router."""
-    if how == "one_token" and not sabotaged:
-        assert len(fleet.generate(prompt(850, TOKENS), max_tokens=1).token_ids) == 1
-    else:
-        fleet.arm_all("prefill", "prefill.chunk", seconds=0.5)
-        code, _ = refusal(lambda: fleet.start(prompt(851, TOKENS), max_tokens=8, timeout_s=0.7))
-        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-        fleet.remote.clear()
-    fleet.assert_settled(1.5)
+def test_n7_a_request_that_ends_with_its_first_token_leaves_nothing_reserved(fleet: Fleet) -> None:
+    """N7. By its token limit, and by a stop token, of which decode learns from nobody else than the router."""
+    tokens = prompt(850, TOKENS)
+    assert len(fleet.generate(tokens, max_tokens=1).token_ids) == 1
+    stop = list(golden(850, TOKENS, 1))
+    answer = fleet.generate(tokens, max_tokens=300, stop_token_ids=stop)
+    assert len(answer.token_ids) == 1
+    fleet.assert_settled(1.0)
+
+
+@pytest.mark.sabotage("deadlines_kept_secret")
+def test_n7_a_deadline_shorter_than_the_prefill_leaves_nothing_reserved(fleet: Fleet) -> None:
+    """N7. The prefill would take another five seconds."""
+    fleet.arm_all("prefill", "prefill.chunk", seconds=1.0)
+    code, _ = refusal(lambda: fleet.start(prompt(851, TOKENS), max_tokens=8, timeout_s=0.7))
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    fleet.assert_settled(2.0)

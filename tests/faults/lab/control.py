@@ -48,6 +48,8 @@ def _obey(order: dict[str, Any], board: Switchboard) -> Any:
             board.arm(point, **{name: value for name, value in rule.items() if name != "do"})
         case {"do": "clear"}:
             board.clear()
+        case {"do": "forgive"}:
+            board.forgive()
         case {"do": "sabotage", "name": name}:
             sabotages.apply(name)
         case {"do": "heal"}:
@@ -68,6 +70,10 @@ class Remote:
 
     def clear(self) -> None:
         self.everywhere({"do": "clear"})
+
+    def forgive(self) -> None:
+        """Let the router use at once what it set aside."""
+        self.everywhere({"do": "forgive"})
 
     def hits(self, process: str) -> dict[str, int]:
         found: dict[str, int] = self._order(process, {"do": "hits"})

@@ -27,7 +27,7 @@ class Watched:
     ) -> None:
         self.answer = Answer()
         self.error: grpc.RpcError | None = None
-        self._wanted = golden(seed, num_tokens, output)
+        self._asked = seed, num_tokens, output
         self.call: GenerateCall = fleet.start(prompt(seed, num_tokens), max_tokens=output, timeout_s=timeout_s)
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
@@ -46,4 +46,4 @@ class Watched:
     def assert_right(self, within_s: float = 40) -> None:
         self.end(within_s)
         assert self.error is None, status_of(self.error)
-        assert tuple(self.answer.token_ids) == self._wanted
+        assert tuple(self.answer.token_ids) == golden(*self._asked)

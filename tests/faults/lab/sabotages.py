@@ -166,6 +166,16 @@ def _needs_a_part(receive: Any) -> Any:
     return needy
 
 
+def _strictly_in_order(part_landed: Any) -> Any:
+    def strict(self: Any, event: Any, now_s: float) -> Any:
+        number, wanted = event.part.part_id, len(self._attached(event.rank).landed)
+        if number != wanted:
+            return self._abort(f"part {number} instead of {wanted}", now_s)
+        return part_landed(self, event, now_s)
+
+    return strict
+
+
 def _no_leases(tick: Any) -> Any:
     def lazy(self: Any, now_s: float) -> Any:
         self._lease_until_s = self._deadline_s = now_s + 1e6
@@ -195,6 +205,10 @@ SABOTAGES: dict[str, tuple[Change, ...]] = {
         Change("router.attempt", "Attempt.close", _nothing_async),
         Change("decode_node.node", "DecodeNode.close_stream", _nothing),
     ),
+    "deadlines_kept_secret": (
+        Change("router.attempt", "Attempt.close", _nothing_async),
+        Change("core.clock", "Deadline.remaining_s", _always(600.0)),
+    ),
     # the fence and the check
     "no_fence": (Change("kv_transfer.session", "ReaderSession.all_fenced", _as_property(True)),),
     "nothing_verified": (
@@ -210,6 +224,7 @@ SABOTAGES: dict[str, tuple[Change, ...]] = {
     ),
     "zero_bytes_wait": (Change("kv_transfer.session", "ReaderSession._receive", _needs_a_part),),
     "failed_writes_unnoticed": (Change("kv_transfer.outgoing", "Outgoing.fail", _swallow),),
+    "parts_in_order_only": (Change("kv_transfer.session", "ReaderSession._part_landed", _strictly_in_order),),
     "all_notices_are_ours": (
         Change("kv_transfer.notice", "NoticeKey.__eq__", lambda _: lambda self, other: True),
         Change("kv_transfer.notice", "NoticeKey.__hash__", lambda _: lambda self: 0),

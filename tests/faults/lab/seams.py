@@ -2,13 +2,15 @@
 
 Points: `part` (every write, see part_faults), `decode.step`, `prefill.chunk` (a step takes `seconds` longer; cleared,
 it goes on), `decode.admit`, `decode.reserve`, `prefill.accept` (refused: `unavailable`, `invalid` or `full`),
-`renew` (the router's renewals do not leave).
+`renew` (the router's renewals do not leave), `place` (a request's first attempt goes to the nodes that its kind names;
+where it goes after a failure is placement's choice, as ever).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 from faults.lab.part_faults import LabTransport
@@ -40,15 +42,42 @@ def install(role: str, board: Switchboard) -> None:
         _before(RankWorker, "_run_chunk", lambda: board.linger("prefill.chunk"))
         _before(PrefillServicer, "_checked", lambda: _refuse(board, "prefill.accept"))
     else:
-        from kvrelay.router.leases import LeaseKeeper  # noqa: PLC0415
+        _install_in_router(board)
 
-        renew = LeaseKeeper._renew_all
 
-        def lossy(keeper: Any) -> None:
-            if board.ask("renew") is None:
-                renew(keeper)
+def _install_in_router(board: Switchboard) -> None:
+    from kvrelay.router.fleet import FleetView  # noqa: PLC0415
+    from kvrelay.router.leases import LeaseKeeper  # noqa: PLC0415
 
-        setattr(LeaseKeeper, "_renew_all", lossy)  # noqa: B010 - a type checker would object
+    placer: Any = import_module("kvrelay.router.placer")
+    renew, place, made = LeaseKeeper._renew_all, placer.place, FleetView.__init__
+
+    def lossy(keeper: Any) -> None:
+        if board.ask("renew") is None:
+            renew(keeper)
+
+    def among_the_named(nodes: Sequence[Any], question: Any) -> Any:
+        rule = None if question.avoid else board.ask("place")
+        return place(nodes if rule is None else _of_each_role(nodes, rule.kind.split(",")), question)
+
+    def forgiving(view: Any, *args: Any, **rest: Any) -> None:
+        made(view, *args, **rest)
+
+        def forget() -> None:
+            view._aside_until_s.clear()
+
+        board.on_forgive.append(forget)
+
+    setattr(LeaseKeeper, "_renew_all", lossy)  # noqa: B010 - a type checker would object
+    placer.place = among_the_named
+    setattr(FleetView, "__init__", forgiving)  # noqa: B010
+
+
+def _of_each_role(nodes: Sequence[Any], names: list[str]) -> list[Any]:
+    """Return the named nodes, and all of a role of which none is named or can be chosen."""
+    meant = [node for node in nodes if node.incarnation.name in names]
+    roles = {node.role for node in meant}
+    return meant + [node for node in nodes if node.role not in roles]
 
 
 def _wrap_transport(board: Switchboard) -> None:

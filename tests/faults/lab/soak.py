@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import signal
 import sys
@@ -17,13 +15,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from cluster.cluster import Answer, status_of
-from faults.lab import part_faults
+from faults.lab import conditions, part_faults
 from faults.lab.fleet import Fleet, running
 from faults.lab.workload import SPEC, golden, prompt
 
@@ -54,6 +53,11 @@ class Result:
     @property
     def good(self) -> bool:
         return not (self.wrong or self.stuck or self.leaked) and self.right > 0
+
+    def shown(self) -> dict[str, Any]:
+        """Return the result as JSON can say it; of what went wrong only how often."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: len(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +235,10 @@ def main() -> int:
     with running(SPEC) as fleet:
         Soak(fleet, result).run(options.minutes)
         logs = "" if result.good else fleet.logs()
-    shown = {
-        **asdict(result), "wrong": len(result.wrong), "stuck": len(result.stuck), "leaked": len(result.leaked),
-        "cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(),
-    }  # fmt: skip
-    sys.stdout.write(json.dumps(shown, indent=1) + "\n")
+    text = json.dumps({**conditions.now(), **result.shown()}, indent=1) + "\n"
+    sys.stdout.write(text)
     if options.out is not None:
-        options.out.write_text(json.dumps(shown, indent=1) + "\n")
+        options.out.write_text(text)
     if not result.good:
         sys.stdout.write("\n".join([*result.wrong, *result.stuck, *result.leaked, logs]) + "\n")
         sys.stdout.write(f"soak: failed; replay with --seed {result.seed}\n")

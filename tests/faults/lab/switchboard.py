@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,7 @@ class Switchboard:
         self._lock = threading.Lock()
         self._rules: dict[str, Rule] = {}
         self.hits: Counter[str] = Counter()
+        self.on_forgive: list[Callable[[], object]] = []  # lets what this process remembers of faults be forgotten
 
     def arm(self, point: str, **rule: Any) -> None:
         with self._lock:
@@ -50,6 +52,10 @@ class Switchboard:
     def clear(self) -> None:
         with self._lock:
             self._rules.clear()
+
+    def forgive(self) -> None:
+        for forget in self.on_forgive:
+            forget()
 
     def ask(self, point: str) -> Rule | None:
         """Pass a point; the rule is returned when it strikes."""
