@@ -78,6 +78,8 @@ def as_dict(record: fleet_pb2.NodeRecord) -> dict[str, Any]:
         "queued_tokens": record.queued_tokens,
         "draining": record.draining,
         "layout": record.layout_fingerprint.hex(),
+        "cost": {field.name: value for field, value in record.cost.ListFields()},
+        "links_gb_per_s": {link.peer: round(link.bytes_per_s / 1e9, 3) for link in record.links},
     }
 
 

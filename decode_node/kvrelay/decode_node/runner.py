@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import ServeError
+from kvrelay.core.time_fit import TimeFit
 from kvrelay.core.types import Counters, FinishReason, SampledToken
 from kvrelay.decode_node.engine import DecodeEngine, SequenceState
 from kvrelay.decode_node.scheduler import DecodeScheduler, Sequence
@@ -105,6 +106,9 @@ class StepThread:
         self._on_report = on_report
         self._clock = clock
         self._commands: queue.SimpleQueue[Join | Leave | None] = queue.SimpleQueue()
+        self.step_times = TimeFit(
+            prefer_start=True
+        )  # x: sequences of a step, y: tokens of context that they have together
         self._busy_since_s: float | None = None  # last sign of progress; None while there is nothing to do
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
 
@@ -161,10 +165,11 @@ class StepThread:
                     self._report(Left(key))
 
     def _step(self, batch: tuple[Sequence, ...]) -> Stepped:
-        began_s = self._clock()
+        began_s, context_tokens = self._clock(), sum(one.position for one in batch)
         tokens = self._engine.step(batch, [self._states[sequence.key] for sequence in batch])
         chosen = tuple(self._take(sequence.key, token) for sequence, token in zip(batch, tokens, strict=True))
         self._busy_since_s = ended_s = self._clock()
+        self.step_times.observe(ended_s - began_s, x=len(batch), y=context_tokens)
         return Stepped(chosen, ended_s - began_s)
 
     def _take(self, key: int, token: SampledToken | ServeError) -> Chosen:

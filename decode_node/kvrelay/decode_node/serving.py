@@ -219,6 +219,18 @@ class DecodeServer:
             free_pages=node.book.free_pages,
             active_requests=node.records.num_active,
             queued_tokens=node.records.num_running,
+            cost=self._cost(),
+        )
+
+    def _cost(self) -> fleet_pb2.NodeCost | None:
+        fitted = self._steps.step_times.fitted
+        if fitted is None:
+            return None
+        return fleet_pb2.NodeCost(
+            step_s=fitted.start_s,
+            sequence_s=fitted.first_s,
+            context_token_s=fitted.second_s,
+            observations=fitted.observations,
         )
 
     def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:

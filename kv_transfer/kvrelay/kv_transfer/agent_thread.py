@@ -17,6 +17,7 @@ from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import ServeError, TransferError
 from kvrelay.core.types import Counters
 from kvrelay.kv_transfer.landing import Expected, Landings
+from kvrelay.kv_transfer.link_meter import LinkMeter
 from kvrelay.kv_transfer.notice import NoticeKey
 from kvrelay.kv_transfer.outgoing import OnTransferEvents, Outgoing, Posting
 from kvrelay.kv_transfer.transport import Address, Transport
@@ -30,6 +31,7 @@ _VERIFY_BUDGET_S = 0.005
 # A longer gap between two polls (the thread was posting or verifying) counts as progress for no longer than this.
 _LONGEST_COUNTED_GAP_S = 0.01
 _START_TIMEOUT_S = 60.0
+_MOST_LINKS = 1024
 
 MakeTransport = Callable[[Counters], Transport]
 _Command = Callable[[Transport], None]
@@ -63,6 +65,7 @@ class TransferThread:
         self._clock = clock
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._outgoing: dict[str, Outgoing] = {}
+        self._links: dict[str, LinkMeter] = {}
         self._landings = Landings(self.counters, clock)
         self._drains: list[_Drain] = []
         self._last_poll_s = clock()
@@ -90,14 +93,23 @@ class TransferThread:
     def address(self) -> Address:
         return self._started.result(0)
 
+    def link_speeds(self) -> dict[str, float]:
+        """Return the measured bytes per second to each peer, by the name of its agent. Any thread."""
+        return {peer: meter.bytes_per_s for peer, meter in list(self._links.items()) if meter.bytes_per_s > 0.0}
+
     # ---- as a writer ----
 
     def open_writer(
         self, key: str, address: Address, *, fence_cell: int, fence_value: int, on_events: OnTransferEvents
     ) -> None:
         """Connect to a peer and take parts for it; a fence would write `fence_value` into its `fence_cell`."""
-        outgoing = Outgoing(address.agent_name, fence_cell, fence_value, on_events)
-        self._put(lambda transport: self._open_writer(transport, key, address, outgoing))
+
+        def open_on_thread(transport: Transport) -> None:
+            meter = self._link_to(address.agent_name)
+            outgoing = Outgoing(address.agent_name, fence_cell, fence_value, on_events, meter=meter, clock=self._clock)
+            self._open_writer(transport, key, address, outgoing)
+
+        self._put(open_on_thread)
 
     def post_part(self, key: str, posting: Posting) -> None:
         self._put(lambda _: self._outgoing[key].add(posting))
@@ -196,6 +208,13 @@ class TransferThread:
             if outgoing.failure is not None and all(o.peer != outgoing.peer for o in self._outgoing.values()):
                 transport.disconnect(outgoing.peer)  # so that the next hand-off connects afresh
         return moved
+
+    def _link_to(self, peer: str) -> LinkMeter:
+        if peer not in self._links:
+            if len(self._links) >= _MOST_LINKS:  # the oldest peer has most likely gone
+                del self._links[next(iter(self._links))]
+            self._links[peer] = LinkMeter()
+        return self._links[peer]
 
     def _open_writer(self, transport: Transport, key: str, address: Address, outgoing: Outgoing) -> None:
         assert key not in self._outgoing, f"writer {key} is open already"

@@ -9,8 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import TransferError
 from kvrelay.core.types import Counters
+from kvrelay.kv_transfer.link_meter import LinkMeter
 from kvrelay.kv_transfer.plan import Copy
 from kvrelay.kv_transfer.transport import Done, Failed, Handle, Transport
 from kvrelay.kv_transfer.values import FenceProof
@@ -38,6 +40,8 @@ class Outgoing:
     fence_cell: int
     fence_value: int
     on_events: OnTransferEvents
+    meter: LinkMeter = field(default_factory=LinkMeter)  # of the link to the peer, which other writers share
+    clock: Clock = monotonic
     failure: str | None = None
     closed: bool = False  # nobody will ask for anything any more
     _waiting: deque[Posting] = field(default_factory=deque)
@@ -99,8 +103,10 @@ class Outgoing:
             progress = transport.poll(handle)
             if isinstance(progress, Done):
                 counters.add("bytes_written_total", progress.num_bytes)
+                self.meter.ended(progress.num_bytes, self.clock())
             elif isinstance(progress, Failed):
                 counters.add("parts_failed_total")
+                self.meter.ended(0, self.clock())
                 events += self.fail(progress.reason)
             else:
                 still.append(handle)
@@ -111,9 +117,11 @@ class Outgoing:
 
     def _post(self, transport: Transport, counters: Counters) -> tuple[TransferEvent, ...]:
         posting = self._waiting.popleft()
+        self.meter.posted(self.clock())
         try:
             self._in_flight.append(transport.post(self.peer, posting.copies, posting.notice))
         except TransferError as err:
+            self.meter.ended(0, self.clock())
             return self.fail(str(err))
         self._num_posted += 1
         counters.add("parts_posted_total")

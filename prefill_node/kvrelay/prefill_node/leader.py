@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import RequestCancelledError, ServeError, TransferError
+from kvrelay.core.time_fit import TimeFit
 from kvrelay.core.types import Counters, FinishReason, PromptLogprobs, SampledToken
 from kvrelay.model.sampler import SamplerState, sample
 from kvrelay.prefill_node import jobs
@@ -94,6 +95,7 @@ class Leader:
             counters: of rank 0.
         """
         self.load = Load()
+        self.chunk_times = TimeFit()  # x: tokens of a chunk, y: (token, visible token) pairs
         self.rank_counters: list[dict[str, float]] = []
         self._control = control
         self._worker = worker
@@ -158,7 +160,7 @@ class Leader:
     def _run_step(self, step: ring_pb2.RingStep) -> None:
         if self._group is not None:
             self._group.broadcast(step.SerializeToString())
-        key = step.chunk.request_id
+        key, began_s = step.chunk.request_id, self._clock()
         result = self._worker.run(step, lambda: key in self._cancelled)
         self._counters.add("steps")
         # Before the other reports are in: every rank leaves a chunk at the same layer, so it is complete. But the
@@ -173,6 +175,7 @@ class Leader:
             if (scored := join(reports)) is not None:
                 self._tell(key, scored)
             self._choose_first_token(key, result)
+        self._note_time(step, reports, self._clock() - began_s)
         self.rank_counters = [dict(report.counters) for report in reports]
         self._relay_pending = any(report.counters["relay_pending"] for report in reports)
         events = self._control.applied(reports)
@@ -184,6 +187,12 @@ class Leader:
         self._deliver(events)
         for settled in self._worker.take_settled():
             self._finish(settled, Done(self._relayed_bytes(settled)), abort=False)
+
+    def _note_time(self, step: ring_pb2.RingStep, reports: list[ring_pb2.RankReport], took_s: float) -> None:
+        if not step.HasField("chunk") or any(report.stopped for report in reports):
+            return
+        tokens, cached = step.chunk.tokens.end - step.chunk.tokens.start, step.chunk.tokens.start
+        self.chunk_times.observe(took_s, x=tokens, y=tokens * cached + tokens * tokens / 2)
 
     def _choose_first_token(self, key: str, result: StepResult) -> None:
         """Sample when the prompt's last chunk was computed."""

@@ -24,6 +24,7 @@ from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.leases import Leases
 from kvrelay.prefill_node.pages import RingPages
 from kvrelay.prefill_node.published import Published
+from kvrelay.prefill_node.published_cost import add_measured
 from kvrelay.prefill_node.registration import LeaseThread
 from kvrelay.prefill_node.servicer import NodeFacts, PrefillServicer
 from kvrelay.prefill_node.settings import PrefillSettings
@@ -105,7 +106,10 @@ async def serve(
     def record() -> fleet_pb2.NodeRecord | None:
         if stalls.stalled:
             return None  # so that nobody is sent here
-        return _record(settings, facts, leader, servicer, endpoint, sum(rank.num_pages for rank in ranks))
+        now = _record(settings, facts, leader, servicer, endpoint, sum(rank.num_pages for rank in ranks))
+        chunk_tokens = settings.chunk_tokens_on(compute.device.type)
+        add_measured(now, leader.chunk_times.fitted, transfer.link_speeds(), chunk_tokens=chunk_tokens, layout=layout)
+        return now
 
     registration = LeaseThread(
         leases,

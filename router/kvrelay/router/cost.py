@@ -15,6 +15,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvrelay.proto.v1 import fleet_pb2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCost:
@@ -29,9 +31,25 @@ class NodeCost:
     step_s: float = 2e-3  # of a decode step of nothing
     sequence_s: float = 1e-3  # what one more sequence adds to a step
     context_token_s: float = 0.0  # what one more token of context adds to a step
+    is_measured: bool = False  # the node has said so itself
 
 
 DEFAULT_COST = NodeCost()
+
+
+def published_cost(record: fleet_pb2.NodeRecord) -> NodeCost:
+    """Return what a node has measured of its own role; what it has not stays at the defaults."""
+    if not record.HasField("cost"):
+        return DEFAULT_COST
+    cost = record.cost
+    if record.role == fleet_pb2.NODE_ROLE_DECODE:
+        return NodeCost(
+            step_s=cost.step_s, sequence_s=cost.sequence_s, context_token_s=cost.context_token_s, is_measured=True
+        )
+    # A ring's own times have its exchanges in them: nothing is to be added for those.
+    return NodeCost(
+        start_s=cost.start_s, token_s=cost.token_s, pair_s=cost.pair_s, break_even_tokens=1, is_measured=True
+    )
 
 
 def compute_s(cost: NodeCost, *, tokens: int, cached: int, ring_size: int, break_even_tokens: int) -> float:

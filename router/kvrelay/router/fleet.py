@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from grpc import aio
 
@@ -18,8 +18,9 @@ from kvrelay.proto import convert
 from kvrelay.proto.server import connect
 from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import decode_pb2_grpc, fleet_pb2, prefill_pb2_grpc
-from kvrelay.router.cost import DEFAULT_COST, NodeCost
+from kvrelay.router.cost import DEFAULT_COST, NodeCost, published_cost
 from kvrelay.router.peers import Node
+from kvrelay.router.placement import usual_link_s
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class NodeView:
     queued_tokens: int
     draining: bool
     cost: NodeCost = DEFAULT_COST
+    links: Mapping[str, float] = field(default_factory=dict)  # time per relayed token, by name of the decode node
 
 
 def view_of(record: fleet_pb2.NodeRecord) -> NodeView | None:
@@ -69,6 +71,8 @@ def view_of(record: fleet_pb2.NodeRecord) -> NodeView | None:
         active_requests=record.active_requests,
         queued_tokens=record.queued_tokens,
         draining=record.draining,
+        cost=published_cost(record),
+        links={link.peer: link.token_s for link in record.links if link.token_s > 0.0},
     )
 
 
@@ -104,6 +108,7 @@ class FleetView:
         self._retired: list[tuple[float, aio.Channel]] = []
         self._task: asyncio.Task[None] | None = None
         self.registry_reachable = False
+        self.usual_link_s = 0.0  # see `placement.usual_link_s`
 
     async def start(self) -> None:
         await self.refresh()
@@ -170,6 +175,7 @@ class FleetView:
         self._log_changes({node.incarnation: node for node in nodes})
         self._records = records
         self._nodes = {node.incarnation: node for node in nodes}
+        self.usual_link_s = usual_link_s(nodes)
         self._aside_until_s = {name: until for name, until in self._aside_until_s.items() if name in self._nodes}
         in_use = {node.endpoint for node in nodes}
         for endpoint in [endpoint for endpoint in self._channels if endpoint not in in_use]:

@@ -18,6 +18,7 @@ class Learned:
 
     def __init__(self) -> None:
         self._prefill: dict[Incarnation, Correction] = {}
+        self._measured: set[Incarnation] = set()  # nodes that publish costs of their own
 
     def observe_prefill(self, node: Incarnation, *, predicted_s: float, observed_s: float) -> None:
         """Learn from a prefill that had its node to itself.
@@ -31,7 +32,7 @@ class Learned:
     def is_proven(self, node: Incarnation) -> bool:
         """Say whether enough was seen of a node to refuse a request on what its costs say."""
         correction = self._prefill.get(node)
-        return correction is not None and correction.observations >= 3
+        return node in self._measured or (correction is not None and correction.observations >= 3)
 
     def corrected(self, nodes: Iterable[NodeView]) -> tuple[NodeView, ...]:
         """Return the nodes with costs as they have shown themselves to be; forgets the nodes that are gone."""
@@ -39,6 +40,11 @@ class Learned:
         here = {node.incarnation for node in nodes}
         for gone in [one for one in self._prefill if one not in here]:
             del self._prefill[gone]
+        self._measured &= here
+        for node in nodes:
+            if node.cost.is_measured and node.incarnation not in self._measured:
+                self._measured.add(node.incarnation)
+                self._prefill.pop(node.incarnation, None)  # it corrected what was assumed until now
         return tuple(self._correct(node) for node in nodes)
 
     def _correct(self, node: NodeView) -> NodeView:

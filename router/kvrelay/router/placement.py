@@ -6,6 +6,7 @@ Prefill and decode are chosen together: both of one page layout, by the sum of t
 from __future__ import annotations
 
 import heapq
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,7 +18,16 @@ from kvrelay.router.score import NO_LOAD, Load, Question, Score, decode_score, p
 if TYPE_CHECKING:
     from kvrelay.router.fleet import NodeView
 
-__all__ = ["NO_LOAD", "Load", "Pair", "Question", "longest_served", "missing_for_service", "place", "usable_groups"]
+__all__ = [
+    "NO_LOAD",
+    "Load",
+    "Pair",
+    "Question",
+    "longest_served",
+    "missing_for_service",
+    "place",
+    "usable_groups",
+]
 
 _JOINT = 8  # of each role, the best so many are tried in every combination
 
@@ -56,6 +66,12 @@ def missing_for_service(nodes: Sequence[NodeView]) -> str | None:
     if absent:
         return f"no {' and no '.join(absent)} node takes requests"
     return None if usable_groups(nodes) else "no prefill and decode node have the same page layout"
+
+
+def usual_link_s(nodes: Iterable[NodeView]) -> float:
+    """Return the median time per relayed token of all links that were measured; 0 when none was."""
+    measured = [one for node in nodes for one in node.links.values()]
+    return statistics.median(measured) if measured else 0.0
 
 
 def longest_served(nodes: Iterable[NodeView]) -> int:
@@ -110,7 +126,7 @@ def _best(prefills: list[Score], decodes: list[Score], question: Question) -> tu
     pairs = (
         (prefill, decode) for prefill in few for decode in heapq.nsmallest(_JOINT, decodes, key=lambda one: one.order)
     )
-    if not question.links:
+    if not question.usual_link_s:
         return few[0], min(decodes, key=lambda one: one.order)
     return min(pairs, key=lambda both: _order(both[0], both[1], question))
 
@@ -118,9 +134,16 @@ def _best(prefills: list[Score], decodes: list[Score], question: Question) -> tu
 def _order(prefill: Score, decode: Score | None, question: Question) -> tuple[object, ...]:
     if decode is None:
         return prefill.order
-    slower = question.links.get((prefill.node.incarnation, decode.node.incarnation), 1.0) - 1.0
-    total_s = prefill.total_s + decode.total_s + slower * decode.parts["relay_s"]
+    total_s = prefill.total_s + decode.total_s + _link_s(prefill.node, decode.node, question)
     return decode.must_evict, round(total_s, 6), *prefill.order[2:], *decode.order[2:]
+
+
+def _link_s(prefill: NodeView, decode: NodeView, question: Question) -> float:
+    """Return how much longer the hand-off takes on this link than the decode node's score has it."""
+    if not question.usual_link_s:
+        return 0.0
+    token_s = prefill.links.get(decode.incarnation.name, question.usual_link_s)
+    return question.remaining(decode) * (token_s - decode.cost.relay_token_s)
 
 
 def _refusal(node: NodeView, question: Question) -> str | None:

@@ -140,6 +140,7 @@ class IndexPlacer:
             cached_tokens=cached,
             loads=together(self._books.loads(), self._others()),
             avoid=work.avoid,
+            usual_link_s=self._fleet.usual_link_s,
         )
         # A layout that came up just now has no hashes yet; its nodes take part from the next request on.
         known = [node for node in nodes if node.layout_fingerprint in work.hashes]
@@ -163,7 +164,7 @@ class IndexPlacer:
         prospect = Prospect(
             wait_s=pair.backlog_s() + queued_s,
             compute_s=pair.work_s,
-            step_s=0.0,  # of decode nodes nobody has said or seen how fast they are
+            step_s=pair.step_s() if pair.decode is not None and pair.decode.cost.is_measured else 0.0,
             is_proven=self._learned.is_proven(pair.prefill.incarnation),
         )
         waiting = self._books.num_waiting + self._turnstile.num_waiting

@@ -50,7 +50,7 @@ class Question:
     cached_tokens: Mapping[Incarnation, int] = field(default_factory=dict)  # of the prompt, per node that has any
     loads: Mapping[Incarnation, Load] = field(default_factory=dict)
     avoid: frozenset[Incarnation] = frozenset()
-    links: Mapping[tuple[Incarnation, Incarnation], float] = field(default_factory=dict)  # measured over published
+    usual_link_s: float = 0.0  # per relayed token, between nodes that have not met; 0 = no link was measured yet
 
     def usable(self, node: NodeView) -> int:
         """Return the prompt tokens that a node need not compute or get: whole pages, never the last token."""

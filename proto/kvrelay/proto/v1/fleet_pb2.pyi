@@ -177,19 +177,23 @@ class Link(_message.Message):
 
     PEER_FIELD_NUMBER: _builtins.int
     BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    TOKEN_S_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     """Name of the node at the other end."""
     bytes_per_s: _builtins.float
     """Of all ranks together, while something was on its way."""
+    token_s: _builtins.float
+    """Time on this link of one prompt token that decode lacks."""
     def __init__(
         self,
         *,
         peer: _builtins.str = ...,
         bytes_per_s: _builtins.float = ...,
+        token_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "peer", b"peer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "peer", b"peer", "token_s", b"token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

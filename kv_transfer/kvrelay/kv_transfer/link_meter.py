@@ -1,0 +1,37 @@
+"""How fast writes to one peer go: bytes over the time in which at least one was on its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_LEAST_BYTES = 1 << 20  # what is smaller measures the start and not the link
+_GAIN = 0.2
+
+
+@dataclass(slots=True)
+class LinkMeter:
+    """Owned by the transfer thread; `bytes_per_s` may be read by any."""
+
+    bytes_per_s: float = 0.0  # 0 = not known yet
+    _in_flight: int = 0
+    _since_s: float = 0.0
+    _bytes: int = 0
+    _busy_s: float = 0.0
+
+    def posted(self, now_s: float) -> None:
+        """A write is about to begin."""
+        if self._in_flight == 0:
+            self._since_s = now_s
+        self._in_flight += 1
+
+    def ended(self, num_bytes: int, now_s: float) -> None:
+        """A write has landed, with this many bytes, or has failed, with none."""
+        self._in_flight -= 1
+        self._bytes += num_bytes
+        if self._in_flight:
+            return
+        self._busy_s += now_s - self._since_s
+        if self._bytes >= _LEAST_BYTES and self._busy_s > 0.0:
+            rate = self._bytes / self._busy_s
+            self.bytes_per_s = rate if not self.bytes_per_s else (1 - _GAIN) * self.bytes_per_s + _GAIN * rate
+            self._bytes, self._busy_s = 0, 0.0

@@ -1,0 +1,50 @@
+"""What this node tells routers of its speed: the cost of prompt tokens and the links to decode nodes, as measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvrelay.core.layout import PageLayout
+from kvrelay.core.time_fit import Fitted
+from kvrelay.proto.v1 import fleet_pb2
+
+
+def add_measured(
+    record: fleet_pb2.NodeRecord,
+    fitted: Fitted | None,
+    speeds: Mapping[str, float],
+    *,
+    chunk_tokens: int,
+    layout: PageLayout,
+) -> None:
+    """Put into a record what this node has learned of its own speed."""
+    if fitted is not None:
+        record.cost.CopyFrom(cost_of(fitted, ring_size=record.ring_size, chunk_tokens=chunk_tokens))
+    token_bytes = layout.row_bytes * layout.num_layers
+    record.links.extend(links_of(speeds, ring_size=record.ring_size, token_bytes=token_bytes))
+
+
+def cost_of(fitted: Fitted, *, ring_size: int, chunk_tokens: int) -> fleet_pb2.NodeCost:
+    """Return the cost of prompt tokens; what each chunk takes besides is spread over its tokens."""
+    per_token_s = fitted.first_s + fitted.start_s / chunk_tokens
+    return fleet_pb2.NodeCost(
+        start_s=fitted.start_s,
+        token_s=per_token_s * ring_size,
+        pair_s=fitted.second_s * ring_size,
+        observations=fitted.observations,
+    )
+
+
+def links_of(speeds: Mapping[str, float], *, ring_size: int, token_bytes: int) -> list[fleet_pb2.Link]:
+    """Return the links to each decode node.
+
+    Args:
+        speeds: bytes per second of rank 0, by the name of the peer's agent; the ranks write side by side.
+        token_bytes: that one relayed token has in all layers.
+    """
+    links = []
+    for agent, bytes_per_s in speeds.items():
+        node = agent.rpartition("/")[0].rpartition("@")[0]
+        together = bytes_per_s * ring_size
+        links.append(fleet_pb2.Link(peer=node, bytes_per_s=together, token_s=token_bytes / together))
+    return links
