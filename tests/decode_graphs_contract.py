@@ -10,6 +10,7 @@ from torch import Tensor
 from kvrelay.bench.random_model import TINY, random_model
 from kvrelay.core.types import SampledToken, Sampling
 from kvrelay.kernels import triton_layer
+from kvrelay.kernels.grouped_experts import grouped_experts
 from kvrelay.kernels.merge import merge_partials
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.decode_graphs import DecodeGraphs, StepRow, batch_sizes
@@ -142,3 +143,31 @@ def test_experts_are_those_of_torch(tokens: int, normalise: bool) -> None:
     expected, expected_ids = logits.softmax(-1).topk(3)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, 2 * (expected / expected.sum(-1, keepdim=True) if normalise else expected))
+
+
+def test_gate_and_combination_equal_torch() -> None:
+    wide, rows, weights = randn(7, 2 * 40, seed=1), randn(12, 70, seed=2), randn(6, 2, seed=3)
+    places = torch.randperm(12, generator=torch.Generator().manual_seed(4)).view(6, 2).to(DEVICE)
+
+    torch.testing.assert_close(triton_layer.gated(wide), F.silu(wide[:, :40]) * wide[:, 40:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        triton_layer.combine(rows, places, weights), (rows[places] * weights[..., None]).sum(1), atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="grouped products need a GPU")
+@pytest.mark.parametrize("tokens", [1, 3, 300])
+def test_grouped_experts_equal_each_expert_in_turn(tokens: int) -> None:
+    made = randn(tokens, 64, seed=1), randn(8, 96, 64, seed=2), randn(8, 64, 48, seed=3)
+    x, gate_up, down = (one.bfloat16() for one in made)
+    weights = randn(tokens, 2, seed=4).softmax(-1)
+    ids = randn(tokens, 8, seed=5).topk(2).indices
+
+    found = grouped_experts(x, weights, ids, gate_up, down)
+
+    expected = torch.zeros(tokens, 64, device=DEVICE)
+    for token in range(tokens):
+        for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
+            gate, up = (gate_up[expert].float() @ x[token].float()).chunk(2)
+            expected[token] += weight * (down[expert].float() @ (F.silu(gate) * up))
+    assert (found.float() - expected).norm() < 1e-2 * expected.norm()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +15,7 @@ from kvrelay.core.errors import StaleMessageError, UnavailableError
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Incarnation
 from kvrelay.kv_transfer.endpoint import Failed, Settled
+from kvrelay.kv_transfer.local import DeviceSums
 from kvrelay.kv_transfer.values import Request
 
 
@@ -301,3 +305,48 @@ async def test_an_abort_while_admitted_waits_for_the_scheduler(kind: str, decode
         await until(lambda: decode.freed)
         with pytest.raises(StaleMessageError):
             decode.hub.released(admitted.epoch)
+
+
+async def test_a_part_leaves_only_when_the_work_behind_its_rows_has_ended(kind: str, decode: Reader) -> None:
+    with ring(kind) as [rank], ThreadPoolExecutor(max_workers=1) as waiter:
+        rank.fill(seed=1)
+        computed = threading.Event()
+
+        def start(ranges: Sequence[tuple[int, int]]) -> Callable[[], int]:
+            def finish() -> int:
+                assert computed.wait(10)
+                rank.fill(seed=2)  # what the kernels write at last
+                return rank.memory.pool().checksum(ranges)
+
+            return finish
+
+        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
+        end._pool = replace(end._pool, device_sums=DeviceSums(start, waiter))
+        running = asyncio.create_task(end.run())
+        send_all(end)
+        await asyncio.sleep(0.2)
+        posted_early = rank.thread.counters.values.get("parts_posted_total", 0)
+        computed.set()
+
+        assert await outcomes(running) == [Settled(relayed_bytes(60))]
+        assert posted_early == 0
+        assert same_rows(decode, rank, Span(0, 60))
+
+
+async def test_a_checksum_that_fails_ends_the_hand_off(kind: str, decode: Reader) -> None:
+    def start(_: Sequence[tuple[int, int]]) -> Callable[[], int]:
+        def finish() -> int:
+            raise RuntimeError("the device is lost")
+
+        return finish
+
+    with ring(kind) as [rank], ThreadPoolExecutor(max_workers=1) as waiter:
+        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
+        end._pool = replace(end._pool, device_sums=DeviceSums(start, waiter))
+        running = asyncio.create_task(end.run())
+        send_all(end)
+
+        [outcome] = await outcomes(running)
+
+        assert isinstance(outcome, Failed)
+        assert "the device is lost" in outcome.reason

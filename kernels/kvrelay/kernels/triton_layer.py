@@ -171,3 +171,50 @@ def store_rows(rows_TW: Tensor, slots_T: Tensor, pool_SW: Tensor) -> None:
     _store_rows_kernel[(rows_TW.shape[0],)](
         rows_TW, slots_T, pool_SW, rows_TW.stride(0), width, BLOCK=triton.next_power_of_2(width), num_warps=4
     )
+
+
+@triton.jit
+def _gate_kernel(wide_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(wide_ptr + row * 2 * width + columns, mask=inside, other=0.0)
+    up = tl.load(wide_ptr + row * 2 * width + width + columns, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    tl.store(out_ptr + row * width + columns, wide / (1 + tl.exp(-wide)) * up.to(tl.float32), mask=inside)
+
+
+def gated(wide_A2I: Tensor) -> Tensor:
+    """Return silu(first half) * second half of each row; `wide_A2I` is contiguous."""
+    rows, width = wide_A2I.shape[0], wide_A2I.shape[1] // 2
+    out_AI = wide_A2I.new_empty(rows, width)
+    block = min(2048, triton.next_power_of_2(width))
+    if rows:
+        _gate_kernel[(rows, triton.cdiv(width, block))](wide_A2I, out_AI, width, BLOCK=block, num_warps=4)
+    return out_AI
+
+
+@triton.jit
+def _combine_kernel(rows_ptr, places_ptr, weights_ptr, out_ptr, width, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for index in tl.static_range(TOP):
+        place = tl.load(places_ptr + token * TOP + index)
+        weight = tl.load(weights_ptr + token * TOP + index)
+        total += weight * tl.load(rows_ptr + place * width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * width + columns, total, mask=inside)
+
+
+def combine(rows_AD: Tensor, places_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Return per token the sum, in fp32 inside, of its K rows times their weights; places are int64 rows."""
+    tokens, top = places_TK.shape
+    width = rows_AD.shape[1]
+    out_TD = rows_AD.new_empty(tokens, width)
+    block = min(1024, triton.next_power_of_2(width))
+    if tokens:
+        _combine_kernel[(tokens, triton.cdiv(width, block))](
+            rows_AD, places_TK, weights_TK, out_TD, width, TOP=top, BLOCK=block, num_warps=4
+        )
+    return out_TD

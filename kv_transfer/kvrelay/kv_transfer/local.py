@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from kvrelay.core.layout import PageLayout
 from kvrelay.proto.tls import Tls
 
 Checksum = Callable[[Sequence[tuple[int, int]]], int]  # xxh3-64 of (offset_bytes, num_bytes) pieces, in order
+
+# Starts a checksum behind the device work that the calling thread has launched; the returned call waits for it.
+StartChecksum = Callable[[Sequence[tuple[int, int]]], Callable[[], int]]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSums:
+    """How checksums of rows that a device is still computing are had without stopping the thread that launches it."""
+
+    start: StartChecksum
+    waiter: Executor  # of one thread: what waits there ends in the order it was given
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +30,7 @@ class LocalPool:
     layout: PageLayout
     num_pages: int  # per layer
     checksum: Checksum  # over this pool; any thread may call it
+    device_sums: DeviceSums | None = None  # None where rows are final as soon as they are there
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -10,15 +11,19 @@ from kvrelay.core.settings import NodeSettings
 from kvrelay.core.types import Counters, Incarnation
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.fence_cells import HostCells, TensorCells
-from kvrelay.kv_transfer.local import LocalPool
+from kvrelay.kv_transfer.local import DeviceSums, LocalPool
 from kvrelay.kv_transfer.transport import Cells, Region, Transport, agent_name
-from kvrelay.kvcache.checksum import pool_checksum
+from kvrelay.kvcache.checksum import pool_checksum, start_pool_checksum
 from kvrelay.kvcache.pool import LatentPool
 
 
 def local_pool(pool: LatentPool) -> LocalPool:
     """Return a pool as endpoints know it."""
-    return LocalPool(pool.layout, pool.num_pages, pool_checksum(pool))
+    sums = None
+    if pool.device.type == "cuda":
+        waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums")
+        sums = DeviceSums(start_pool_checksum(pool), waiter)
+    return LocalPool(pool.layout, pool.num_pages, pool_checksum(pool), sums)
 
 
 def start_agent(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 from grpc import aio
@@ -120,6 +121,8 @@ class WriterEndpoint:
     def add_part(self, layer: int, tokens: Span, src_pages: Pages) -> None:
         """Send rows that are final; their pages must not change until `sources_free`. From one thread only.
 
+        In device memory they are final once the work has ended that this thread has launched on its stream so far.
+
         Args:
             tokens: inside `relayed_tokens`.
             src_pages: page of our own pool for each prompt page that `tokens` touches.
@@ -128,7 +131,7 @@ class WriterEndpoint:
         ranges = part_ranges(
             layout=self._pool.layout, layer=layer, tokens=tokens, pages=src_pages, pool_pages=self._pool.num_pages
         )
-        part = Part(self._num_parts, layer, tokens, self._pool.checksum(ranges))
+        part_id = self._num_parts
         self._num_parts += 1
         copies = cut_part(
             layout=self._pool.layout,
@@ -139,13 +142,31 @@ class WriterEndpoint:
             dst_pages=self._dst_pages,
             dst_pool_pages=self._address.pool_pages,
         )
-        posting = Posting(copies, encode(Notice(self._notice_key, self._rank, part)))
-        self._call_soon(lambda: self._add(part, posting))
+
+        def add(checksum: int) -> None:
+            part = Part(part_id, layer, tokens, checksum)
+            posting = Posting(copies, encode(Notice(self._notice_key, self._rank, part)))
+            self._call_soon(lambda: self._add(part, posting))
+
+        sums = self._pool.device_sums
+        if sums is None:
+            add(self._pool.checksum(ranges))
+        else:
+            wait = sums.start(ranges)
+            self._later(sums.waiter, lambda: add(wait()))
 
     def seal(self, *, first_token: SampledToken | None, cached_tokens: int) -> None:
         """Say that no part will follow; the first token comes from rank 0 and only from it."""
         assert (first_token is not None) == (self._rank == 0), "rank 0, and only it, has the first token"
-        self._call_soon(lambda: self._feed(wt.Seal(first_token, cached_tokens)))
+
+        def add() -> None:
+            self._call_soon(lambda: self._feed(wt.Seal(first_token, cached_tokens)))
+
+        sums = self._pool.device_sums
+        if sums is None:
+            add()
+        else:  # behind the parts whose checksums are awaited
+            self._later(sums.waiter, add)
 
     def abort(self, reason: str) -> None:
         """Give up. Legal at any time, as often as one likes."""
@@ -275,6 +296,13 @@ class WriterEndpoint:
             )
         self._relayed_bytes += part.tokens.num_tokens * self._pool.layout.row_bytes
         self._thread.post_part(self._key, self._postings.pop(part.part_id))
+
+    def _later(self, waiter: Executor, call: Callable[[], None]) -> None:
+        def failed(done: Future[None]) -> None:
+            if (error := done.exception()) is not None:  # a device that computes no checksum computes nothing
+                self.abort(f"a checksum failed: {error}")
+
+        waiter.submit(call).add_done_callback(failed)
 
     def _call_soon(self, call: Callable[[], object]) -> None:
         try:

@@ -41,17 +41,39 @@ def pool_checksum(pool: LatentPool) -> Callable[[Sequence[tuple[int, int]]], int
     if pool.device.type == "cpu":
         memory = pool.memory()
         return lambda ranges: checksum_ranges(memory, ranges)
-    slab_bytes = pool.num_pages * pool.layout.page_bytes
+    start = start_pool_checksum(pool)
+    stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]  # neither waits for the model's kernels nor makes them wait
 
     def on_device(ranges: Sequence[tuple[int, int]]) -> int:
-        digest = xxhash.xxh3_64()
-        for offset_bytes, num_bytes in ranges:
-            layer, start = divmod(offset_bytes, slab_bytes)
-            piece = pool.rows(layer).view(torch.uint8).view(-1)[start : start + num_bytes]
-            digest.update(piece.cpu().numpy().data)
-        return digest.intdigest()
+        with torch.cuda.stream(stream):
+            return start(ranges)()
 
     return on_device
+
+
+def start_pool_checksum(pool: LatentPool) -> Callable[[Sequence[tuple[int, int]]], Callable[[], int]]:
+    """Return `pool_checksum` over device memory in two steps: a copy to the host behind what is on the calling thread's
+    stream, and a call that waits for it and sums. Each range must lie in one layer."""
+    slab_bytes = pool.num_pages * pool.layout.page_bytes
+
+    def start(ranges: Sequence[tuple[int, int]]) -> Callable[[], int]:
+        host = torch.empty(sum(num_bytes for _, num_bytes in ranges), dtype=torch.uint8, pin_memory=True)
+        place = 0
+        for offset_bytes, num_bytes in ranges:
+            layer, first = divmod(offset_bytes, slab_bytes)
+            piece = pool.rows(layer).view(torch.uint8).view(-1)[first : first + num_bytes]
+            host[place : place + num_bytes].copy_(piece, non_blocking=True)
+            place += num_bytes
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+
+        def finish() -> int:
+            copied.synchronize()
+            return xxhash.xxh3_64_intdigest(host.numpy().data)
+
+        return finish
+
+    return start
 
 
 def checksum_slots(pool: LatentPool, *, layer: int, slots_T: Tensor) -> int:

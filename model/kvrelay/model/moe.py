@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvrelay.kernels.experts_choice import expert_logits, softmax_experts
+from kvrelay.kernels.grouped_experts import grouped_experts, grouped_experts_refuse
 from kvrelay.model.config import MoeConfig, Routing
 
 
@@ -92,6 +93,8 @@ class Moe:
 
     def _routed(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """Sort the pairs by expert, so that each expert that is hit works on one contiguous slice."""
+        if grouped_experts_refuse(x_TD) is None:
+            return grouped_experts(x_TD, weights_TK, experts_TK, self.gate_up, self.down)
         num_tokens, per_token = experts_TK.shape
         experts_A = experts_TK.flatten()
         order_A = experts_A.argsort()
@@ -111,6 +114,10 @@ class Moe:
 
 
 def _gated(wide: Tensor) -> Tensor:
+    if wide.is_cuda:
+        from kvrelay.kernels.triton_layer import gated  # noqa: PLC0415 - CPUs need no Triton
+
+        return gated(wide)
     gate, up = wide.chunk(2, dim=-1)
     return F.silu(gate) * up
 

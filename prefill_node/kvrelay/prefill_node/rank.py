@@ -5,7 +5,8 @@ Shapes in this file: T own tokens of the chunk, D hidden, N heads, K query/key w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,9 +118,10 @@ class RankWorker:
             ran = self._run_chunk(step.step_id, step.chunk, should_stop)
         for key in step.closes:
             self._close(key, abort=key in step.aborts)
-        for request in self._requests.values():
-            if request.relay is not None:
-                request.relay.pump()
+        with self._relaying():
+            for request in self._requests.values():
+                if request.relay is not None:
+                    request.relay.pump()
         return StepResult(self._report(step.step_id, ran), ran.logits_V)
 
     def relay_of(self, key: str) -> Relay | None:
@@ -210,9 +212,9 @@ class RankWorker:
                 projected = layer.project(hidden_TD, rope)
                 q_TNK, rows_TW = projected.q_TNK, projected.rows_TW.to(rows_TW.dtype)
                 self._keep_own(index, rows_TW, plan)
-            written = self._written()
-            if relay is not None and written is None:
-                relay.rows_final(index, plan.early)
+            if relay is not None:
+                with self._relaying():
+                    relay.rows_final(index, plan.early)
             header = Header(step_id, index, stop=self._ring.rank == 0 and should_stop())
             attended, stop = self._ring.attend(
                 layer, q_TNK, rows_TW, plan.laps, header=header, scale=self._model.softmax_scale
@@ -220,32 +222,28 @@ class RankWorker:
             if stop:
                 return None
             if relay is not None:
-                if written is not None:
-                    self._relay_beside_attention(relay, index, plan, written)
-                relay.rows_final(index, plan.late)
-                relay.pump()
+                # Rows from other ranks are there once the ring has passed; without any, nothing waits for attention.
+                with self._relaying(wait=bool(plan.late)):
+                    relay.rows_final(index, plan.late)
+                    relay.pump()
             if has_rows:
                 hidden_TD = layer.finish(hidden_TD, attended.out_TNV.to(hidden_TD.dtype))
             self._counters.add("layers")
         return hidden_TD
 
-    def _written(self) -> torch.cuda.Event | None:
-        """Return an event behind the rows just written on a GPU; None on CPUs, where they are there already."""
-        if self._relay_stream is None:
-            return None
-        written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        written.record()
-        return written
+    @contextmanager
+    def _relaying(self, *, wait: bool = True) -> Iterator[None]:
+        """Let what leaves wait for what was launched so far, if anything does, and not for what is launched later.
 
-    def _relay_beside_attention(self, relay: Relay, layer: int, plan: ChunkPlan, written: torch.cuda.Event) -> None:
-        """Send own rows while the GPU is busy with the attention that was launched after them.
-
-        Their checksum waits for the rows; on a stream of its own it does not wait for the attention as well.
+        On GPUs checksums run on a stream of their own, beside the attention; on CPUs everything is there already.
         """
-        assert self._relay_stream is not None, "only GPUs have events"
-        self._relay_stream.wait_event(written)
+        if self._relay_stream is None:
+            yield
+            return
+        if wait:
+            self._relay_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._relay_stream):
-            relay.rows_final(layer, plan.early)
+            yield
 
     def _keep_own(self, layer: int, rows_TW: Tensor, plan: ChunkPlan) -> None:
         if plan.own_kept is not None:
