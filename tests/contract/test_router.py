@@ -333,3 +333,15 @@ async def test_reflection_names_the_services(index: EmbeddedServer, model: Path)
 
     names = {service.name for service in reply.list_services_response.service}
     assert {"kvrelay.v1.Inference", "kvrelay.v1.Fleet", "grpc.health.v1.Health"} <= names
+
+
+async def test_a_preview_says_where_a_prompt_would_go_and_places_nothing(index: EmbeddedServer, model: Path) -> None:
+    asking = fleet_pb2.PreviewRequest(packed_ids=convert.pack_ids([1] * 200), max_tokens=8)
+    async with playing(index, model) as stage:
+        said = await stage.fleet.Preview(asking)
+        with pytest.raises(aio.AioRpcError, match="no request") as caught:
+            await stage.fleet.Preview(fleet_pb2.PreviewRequest(packed_ids=b"", max_tokens=8))
+
+        assert {(one.node, one.verdict) for one in said.candidates} == {("prefill", "chosen"), ("decode", "chosen")}
+        assert (said.prompt_tokens, stage.decode.reserved, stage.prefill.calls) == (200, [], [])
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

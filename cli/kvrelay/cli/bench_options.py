@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvrelay.cli.option_types import positive
+from kvrelay.cli.option_types import positive, positives
 
 
 def add_simulations(kinds: Any) -> None:
@@ -29,6 +29,16 @@ def add_simulations(kinds: Any) -> None:
     goodput.add_argument("--devices", type=positive, default=4, metavar="N", help="devices, however they are used")
     goodput.add_argument("--requests", type=positive, default=12_031, metavar="N", help="requests of the trace to use")
     _add_common(goodput, "goodput")
+
+    echo = kinds.add_parser("echo", help="time to place a prompt over a bare gRPC echo of the same bytes")
+    echo.add_argument(
+        "--prompt-tokens", type=positives, default="1024,32768,1048576", metavar="N,...", help="lengths of the prompts"
+    )
+    echo.add_argument("--prefill", type=positive, default=8, metavar="N", help="prefill nodes to choose from")
+    echo.add_argument("--decode", type=positive, default=4, metavar="M", help="decode nodes to choose from")
+    echo.add_argument("--rounds", type=positive, default=5, metavar="N", help="pairs of runs at each rate")
+    echo.add_argument("--seconds", type=float, default=2.0, metavar="S", help="length of a run")
+    _add_common(echo, "echo")
 
 
 def _add_common(kind: argparse.ArgumentParser, name: str) -> None:

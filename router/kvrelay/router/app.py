@@ -74,7 +74,7 @@ class Router:
         self._leases = LeaseKeeper(
             self.id, lease_s=settings.lease_s, max_message_bytes=settings.max_message_bytes, tls=self._tls
         )
-        placer = IndexPlacer(
+        self._placer = placer = IndexPlacer(
             self.fleet,
             self.index,
             long_prompt_tokens=settings.long_prompt_tokens,
@@ -84,7 +84,6 @@ class Router:
             on_placed=lambda: self.replicas.hurry(),  # noqa: PLW0108
         )
         self.replicas = Replicas(self.id, RouterLoads(settings.index_url, settings.fleet), own=placer.own_loads)
-        self.decisions = placer.decisions
         shared = Shared(self.id, self.fleet, self._leases, self._background)
         orchestrator = Orchestrator(shared, placer, settings.max_retries)
         self.metrics = RouterMetrics()
@@ -140,7 +139,9 @@ class Router:
 
     def _add_services(self, grpc_server: aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(self.inference, grpc_server)
-        fleet_pb2_grpc.add_FleetServicer_to_server(FleetServicer(self.fleet, self.decisions), grpc_server)
+        fleet_pb2_grpc.add_FleetServicer_to_server(
+            FleetServicer(self.fleet, self._placer.decisions, self._placer.preview), grpc_server
+        )
 
     def _report(self) -> None:
         missing = missing_for_service(self.fleet.nodes())

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from grpc import aio
 
 from kvrelay.core.errors import InvalidRequestError, UnknownRequestError
 from kvrelay.core.grpc_status import from_rpc_error, grpc_status
 from kvrelay.core.types import Role
+from kvrelay.proto import convert
 from kvrelay.proto.v1 import common_pb2, decode_pb2, fleet_pb2, fleet_pb2_grpc
-from kvrelay.router.decisions import DecisionLog, decision_to_pb
+from kvrelay.router.decisions import Decision, DecisionLog, decision_to_pb
 from kvrelay.router.fleet import FleetView, view_of
 
 _DRAIN_TIMEOUT_S = 5.0
 _FENCE_TIMEOUT_S = 5.0
 
 
+class Preview(Protocol):
+    async def __call__(self, *, token_ids: npt.NDArray[np.int32], max_tokens: int) -> Decision:
+        """Say where a prompt would go now."""
+        ...
+
+
 class FleetServicer(fleet_pb2_grpc.FleetServicer):
     """Lists nodes, drains them, fences dead ones, and says why a request went where it went."""
 
-    def __init__(self, fleet: FleetView, decisions: DecisionLog) -> None:
+    def __init__(self, fleet: FleetView, decisions: DecisionLog, preview: Preview) -> None:
         self._fleet = fleet
         self._decisions = decisions
+        self._preview = preview
 
     async def ListNodes(
         self, request: fleet_pb2.ListNodesRequest, context: aio.ServicerContext[Any, Any]
@@ -46,6 +56,15 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
                     f"request {request.request_id!r} is not among the {len(self._decisions)} that are remembered here"
                 )
             return decision_to_pb(decision)
+
+    async def Preview(
+        self, request: fleet_pb2.PreviewRequest, context: aio.ServicerContext[Any, Any]
+    ) -> fleet_pb2.ExplainReply:
+        async with grpc_status(context):
+            ids_T = convert.unpack_ids(request.packed_ids)
+            if not len(ids_T) or not request.max_tokens:
+                raise InvalidRequestError(f"{len(ids_T)} prompt tokens and max_tokens {request.max_tokens}: no request")
+            return decision_to_pb(await self._preview(token_ids=ids_T, max_tokens=request.max_tokens))
 
     async def FenceNode(
         self, request: fleet_pb2.FenceNodeRequest, context: aio.ServicerContext[Any, Any]

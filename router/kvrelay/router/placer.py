@@ -129,6 +129,16 @@ class IndexPlacer:
                 passed.end()
             raise
 
+    async def preview(self, *, token_ids: npt.NDArray[np.int32], max_tokens: int) -> Decision:
+        """Return where a prompt would go now, and why. Nothing is entered.
+
+        Raises:
+            InvalidRequestError, UnavailableError: as `place`.
+        """
+        hashes = await _hashes_by_layout(self._fleet.nodes(), token_ids)
+        work = _Work(len(token_ids), max_tokens, max_tokens > 1, frozenset(), hashes)
+        return _explained(work, await self._choose(work))
+
     async def _choose(self, work: _Work) -> _Choice:
         nodes = self._learned.corrected(self._fleet.nodes())
         cached, confidence = await self._cached(nodes, work.hashes)
@@ -153,9 +163,7 @@ class IndexPlacer:
         entry = self._books.enter(pair, decode_pages=decode_pages, hashes=hashes, on_computed=on_computed)
         self._on_placed()
         placed = Placed(pair.prefill, pair.decode, _seed(pair.prefill), choice.confidence, entry.release)
-        names = {node.name: tokens for node, tokens in question.cached_tokens.items()}
-        decision = explained(pair, prompt_tokens=work.prompt_tokens, confidence=choice.confidence, cached=names)
-        return self._given_out(placed, entry, decision)
+        return self._given_out(placed, entry, _explained(work, choice))
 
     def _admit(self, pair: Pair, terms: Terms) -> None:
         tenant, cost = calling.get(), pair.prefill.cost
@@ -227,6 +235,11 @@ async def _hashes_by_layout(nodes: Sequence[NodeView], token_ids: npt.NDArray[np
         else:
             found[layout] = await asyncio.to_thread(_hashes, node, token_ids)
     return found
+
+
+def _explained(work: _Work, choice: _Choice) -> Decision:
+    cached = {node.name: tokens for node, tokens in choice.question.cached_tokens.items()}
+    return explained(choice.pair, prompt_tokens=work.prompt_tokens, confidence=choice.confidence, cached=cached)
 
 
 def _tokens_of(choice: _Choice) -> float:

@@ -414,6 +414,30 @@ class ExplainRequest(_message.Message):
 Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
 
 @_typing.final
+class PreviewRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PACKED_IDS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    packed_ids: _builtins.bytes
+    """The prompt: little-endian uint32, four bytes per token."""
+    max_tokens: _builtins.int
+    """Most tokens that would be generated; at least 1."""
+    def __init__(
+        self,
+        *,
+        packed_ids: _builtins.bytes = ...,
+        max_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "packed_ids", b"packed_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreviewRequest: _TypeAlias = PreviewRequest  # noqa: Y015
+
+@_typing.final
 class ExplainReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -55,6 +55,11 @@ class FleetStub(object):
                 request_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainReply.FromString,
                 _registered_method=True)
+        self.Preview = channel.unary_unary(
+                '/kvrelay.v1.Fleet/Preview',
+                request_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.PreviewRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainReply.FromString,
+                _registered_method=True)
 
 
 class FleetServicer(object):
@@ -89,6 +94,13 @@ class FleetServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Preview(self, request, context):
+        """Where a prompt would go now, and why; nothing is placed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -110,6 +122,11 @@ def add_FleetServicer_to_server(servicer, server):
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
                     request_deserializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainRequest.FromString,
+                    response_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainReply.SerializeToString,
+            ),
+            'Preview': grpc.unary_unary_rpc_method_handler(
+                    servicer.Preview,
+                    request_deserializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.PreviewRequest.FromString,
                     response_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainReply.SerializeToString,
             ),
     }
@@ -221,6 +238,33 @@ class Fleet(object):
             target,
             '/kvrelay.v1.Fleet/Explain',
             kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainRequest.SerializeToString,
+            kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Preview(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Fleet/Preview',
+            kvrelay_dot_proto_dot_v1_dot_fleet__pb2.PreviewRequest.SerializeToString,
             kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainReply.FromString,
             options,
             channel_credentials,

@@ -42,6 +42,8 @@ class FleetStub:
     """
     Explain: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ExplainRequest, _fleet_pb2.ExplainReply]
     """Why a request went where it went. NOT_FOUND when this router has not placed it, or it was too long ago."""
+    Preview: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.PreviewRequest, _fleet_pb2.ExplainReply]
+    """Where a prompt would go now, and why; nothing is placed."""
 
 @_typing.type_check_only
 class FleetAsyncStub(FleetStub):
@@ -57,6 +59,8 @@ class FleetAsyncStub(FleetStub):
     """
     Explain: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ExplainRequest, _fleet_pb2.ExplainReply]  # type: ignore[assignment]
     """Why a request went where it went. NOT_FOUND when this router has not placed it, or it was too long ago."""
+    Preview: _aio.UnaryUnaryMultiCallable[_fleet_pb2.PreviewRequest, _fleet_pb2.ExplainReply]  # type: ignore[assignment]
+    """Where a prompt would go now, and why; nothing is placed."""
 
 class FleetServicer(metaclass=_abc_1.ABCMeta):
     """For operators. Served by the router."""
@@ -93,5 +97,13 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.ExplainReply, _abc.Awaitable[_fleet_pb2.ExplainReply]]:
         """Why a request went where it went. NOT_FOUND when this router has not placed it, or it was too long ago."""
+
+    @_abc_1.abstractmethod
+    def Preview(
+        self,
+        request: _fleet_pb2.PreviewRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ExplainReply, _abc.Awaitable[_fleet_pb2.ExplainReply]]:
+        """Where a prompt would go now, and why; nothing is placed."""
 
 def add_FleetServicer_to_server(servicer: FleetServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
