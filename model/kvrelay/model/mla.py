@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvrelay.kernels.mla_prefill import attend_block
 from kvrelay.kernels.rope import RopeTables, apply_rope
 from kvrelay.model.config import ModelConfig
 
@@ -80,6 +81,36 @@ class Attention:
         nope_SNP, v_SNV = up.split_with_sizes([self._nope_width, self._value_width], dim=-1)
         k_SNK = torch.cat((nope_SNP, rope_SR[:, None].expand(-1, self._num_heads, -1)), -1)
         return k_SNK, v_SNV
+
+    def attend(self, q_TNK: Tensor, rows_SW: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out_TNV, lse_TN), as `attend_block` does, over cached rows that every query sees.
+
+        Either the rows are expanded to keys and values, or the queries are absorbed and attend the rows themselves:
+        whichever is less work. Both give the same up to rounding.
+        """
+        if not self._absorbs(q_TNK, num_rows=rows_SW.shape[0]):
+            return attend_block(q_TNK, *self.expand(rows_SW), scale=scale, causal=False)
+        num_queries, latent_width = q_TNK.shape[0], self._latent_width
+        # The heads share the rows, so they are as many queries of one head.
+        q_Q1W = self.absorb(q_TNK).flatten(0, 1)[:, None]
+        rows_S1W = rows_SW[:, None]
+        out_Q1C, lse_Q1 = attend_block(q_Q1W, rows_S1W, rows_S1W[..., :latent_width], scale=scale, causal=False)
+        out_TNC = out_Q1C.view(num_queries, self._num_heads, latent_width)
+        return self.unabsorb(out_TNC).float(), lse_Q1.view(num_queries, self._num_heads)
+
+    def _absorbs(self, q_TNK: Tensor, *, num_rows: int) -> bool:
+        """Say whether few enough queries see so many rows that expanding them is the larger part of the work.
+
+        Per head, in multiply-adds: expanding takes S C (P + V) and attending T S (K + V); absorbing and its inverse
+        take T C (P + V) and attending T S (W + C).
+        """
+        if q_TNK.device.type != "cpu":
+            return False  # there the expansion runs in half precision on matrix units, the attention mostly not
+        num_queries = q_TNK.shape[0]
+        change = self._latent_width * (self._nope_width + self._value_width)
+        row_width, key_width = self._latent_width + self._rope_width, self._nope_width + self._rope_width
+        longer = row_width + self._latent_width - key_width - self._value_width
+        return num_queries * (change + num_rows * longer) < num_rows * change
 
     def absorb(self, q_TNK: Tensor) -> Tensor:
         """Return q_TNW whose product with a cached row equals that of q_TNK with the row's expanded key."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvrelay.kernels.merge import merge_in_place
 from kvrelay.kernels.mla_prefill import attend_block
 from kvrelay.kvcache.pool import LatentPool
-from kvrelay.model.transformer import Layer, Model
+from kvrelay.model.transformer import Model
 
 # Earlier rows are expanded this many at a time, so memory does not grow with the prompt.
 PREFIX_BLOCK_TOKENS = {"cpu": 4096, "cuda": 32_768}
@@ -45,12 +45,6 @@ def prefill_forward(
             out_TNV = out_TNV.float()  # partial results are joined in fp32
         for first in range(0, start, block_tokens):
             rows_SW = pool.read(number, slots[first : min(first + block_tokens, start)])
-            _also_attend(layer, projected.q_TNK, rows_SW, (out_TNV, lse_TN), model.softmax_scale)
+            merge_in_place(out_TNV, lse_TN, *layer.attend(projected.q_TNK, rows_SW, scale=model.softmax_scale))
         hidden_TD = layer.finish(hidden_TD, out_TNV)
     return hidden_TD
-
-
-def _also_attend(layer: Layer, q_TNK: Tensor, rows_SW: Tensor, attended: tuple[Tensor, Tensor], scale: float) -> None:
-    """Merge attention over earlier rows, all visible, into what was attended."""
-    k_SNK, v_SNV = layer.expand(rows_SW)
-    merge_in_place(*attended, *attend_block(q_TNK, k_SNK, v_SNV, scale=scale, causal=False))

@@ -46,6 +46,10 @@ class Layer:
         """Return (k_SNK, v_SNV) of cached rows."""
         return self._attention.expand(rows_SW)
 
+    def attend(self, q_TNK: Tensor, rows_SW: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out_TNV, lse_TN) over cached rows that every query sees; lse_TN fp32."""
+        return self._attention.attend(q_TNK, rows_SW, scale=scale)
+
     def absorb(self, q_TNK: Tensor) -> Tensor:
         """Return q_TNW, which is multiplied with cached rows directly."""
         return self._attention.absorb(q_TNK)

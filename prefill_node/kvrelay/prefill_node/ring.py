@@ -98,10 +98,14 @@ class Ring:
     ) -> None:
         if not pairs:
             return
-        visible = max(pair.keys.end for pair in pairs)
-        k_BNK, v_BNV = layer.expand(block_BW[:visible])
+        if len(pairs) == 1 and not pairs[0].causal:  # every block but a rank's own
+            merged.add_rows(pairs[0], layer, block_BW, scale)
+        else:
+            visible = max(pair.keys.end for pair in pairs)
+            k_BNK, v_BNV = layer.expand(block_BW[:visible])
+            for pair in pairs:
+                merged.add(pair, k_BNK, v_BNV, scale)
         for pair in pairs:
-            merged.add(pair, k_BNK, v_BNV, scale)
             self._counters.add("attention_pairs", pair.num_scores)
 
     def _keep(self, layer: int, block_BW: Tensor, kept: Kept | None) -> None:
@@ -133,18 +137,30 @@ class Partial:
         return self._out_TNV
 
     def add(self, pair: Pair, k_BNK: Tensor, v_BNV: Tensor, scale: float) -> None:
-        """Attend one pair and merge it in."""
+        """Attend one pair over expanded rows and merge it in."""
+        keys = slice(pair.keys.start, pair.keys.end)
+        part = attend_block(self._queries(pair), k_BNK[keys], v_BNV[keys], scale=scale, causal=pair.causal)
+        self._merge(pair, *part)
+
+    def add_rows(self, pair: Pair, layer: Layer, block_BW: Tensor, scale: float) -> None:
+        """Attend one pair whose keys are all visible, and merge it in."""
+        rows_SW = block_BW[pair.keys.start : pair.keys.end]
+        self._merge(pair, *layer.attend(self._queries(pair), rows_SW, scale=scale))
+
+    def _queries(self, pair: Pair) -> Tensor:
+        assert self._q_TNK is not None, "a rank without rows has no pairs"
+        return self._q_TNK[pair.queries.start : pair.queries.end]
+
+    def _merge(self, pair: Pair, out: Tensor, lse: Tensor) -> None:
         assert self._q_TNK is not None, "a rank without rows has no pairs"
         rows = slice(pair.queries.start, pair.queries.end)
-        keys = slice(pair.keys.start, pair.keys.end)
-        out, lse = attend_block(self._q_TNK[rows], k_BNK[keys], v_BNV[keys], scale=scale, causal=pair.causal)
         if self._out_TNV is None or self._lse_TN is None:
             if out.shape[0] == self._q_TNK.shape[0]:  # all queries: nothing to join yet
                 self._out_TNV, self._lse_TN = out, lse
                 return
             shape = self._q_TNK.shape[:2]
-            self._out_TNV = torch.zeros((*shape, v_BNV.shape[2]), dtype=torch.float32, device=v_BNV.device)
-            self._lse_TN = torch.full(shape, -torch.inf, dtype=torch.float32, device=v_BNV.device)
+            self._out_TNV = torch.zeros((*shape, out.shape[2]), dtype=torch.float32, device=out.device)
+            self._lse_TN = torch.full(shape, -torch.inf, dtype=torch.float32, device=out.device)
         if self._out_TNV.dtype != torch.float32:
             self._out_TNV = self._out_TNV.float()
         merge_in_place(self._out_TNV[rows], self._lse_TN[rows], out, lse)
