@@ -9,6 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvrelay.core.types import SampledToken, Sampling
 from kvrelay.model.sampler import NonFiniteLogitsError, SamplerState, sample, uniform
@@ -133,3 +135,37 @@ def test_minus_infinity_is_never_chosen() -> None:
     logits[0, 0] = -math.inf
 
     assert 0 not in _draw(HOT, logits=logits)
+
+
+@given(
+    levels=st.lists(st.integers(0, 4), min_size=1, max_size=40),
+    top_k=st.integers(1, 45),
+    min_p=st.sampled_from([0.0, 0.2, 1.0]),
+    num_top=st.integers(0, 45),
+)
+@settings(deadline=None)
+def test_ties_at_the_edge_of_a_filter_are_kept_by_lowest_id(
+    levels: list[int], top_k: int, min_p: float, num_top: int
+) -> None:
+    logits = torch.tensor([levels], dtype=torch.float32)
+    by_rank = sorted(range(len(levels)), key=lambda token: (-levels[token], token))
+    likely = [token for token in by_rank if math.exp(levels[token] - max(levels)) >= min_p]
+
+    sampling = replace(HOT, top_k=top_k, min_p=min_p, logprobs=num_top)
+    rows = [_one(replace(sampling, seed=seed), prompt=[], logits=logits) for seed in range(20)]
+
+    for row in rows:
+        assert row.token_id in likely[:top_k]
+        assert row.logprob is not None
+        assert [token for token, _ in row.logprob.top] == by_rank[:num_top]
+
+
+def test_the_token_of_each_u_is_that_of_a_full_sort() -> None:
+    logits = torch.from_numpy(np.random.default_rng(3).normal(size=(1, 5000)).round(1).astype(np.float32))  # many ties
+    weights = np.exp(logits[0].double().numpy() - float(logits.max()))
+    order = np.argsort(-weights, kind="stable")[:50]
+    cdf = np.cumsum(weights[order])
+
+    for seed in range(200):
+        wanted = order[np.searchsorted(cdf, uniform(seed=seed, position=0) * cdf[-1], side="right")]
+        assert _one(replace(HOT, top_k=50, seed=seed), prompt=[], logits=logits).token_id == wanted

@@ -134,14 +134,13 @@ def _sample_row(logits_V: Row, state: SamplerState, position: int) -> SampledTok
 def _filter(scaled_V: Row, sampling: Sampling) -> tuple[npt.NDArray[np.int64], Row]:
     """Return (token ids, unnormalised probabilities) that survive, most likely first."""
     weights_V = np.exp(scaled_V - scaled_V.max())
-    order = np.argsort(-weights_V, kind="stable")
-    weights = weights_V[order]
-    keep = len(weights)
+    keep = len(weights_V)
     if sampling.min_p > 0:
-        keep = int(np.searchsorted(-weights, -sampling.min_p, side="right"))  # weights[0] is 1
+        keep = int(np.count_nonzero(weights_V >= sampling.min_p))  # the largest is 1
     if sampling.top_k > 0:
         keep = min(keep, sampling.top_k)
-    weights = weights[:keep]
+    order = _largest(weights_V, keep)
+    weights = weights_V[order]
     if sampling.top_p < 1:
         mass = np.cumsum(weights)
         # The token that crosses the threshold stays, so at least one always does.
@@ -150,10 +149,21 @@ def _filter(scaled_V: Row, sampling: Sampling) -> tuple[npt.NDArray[np.int64], R
     return order[: len(weights)], weights
 
 
+def _largest(numbers_V: Row, count: int) -> npt.NDArray[np.int64]:
+    """Return the places of the `count` largest numbers, largest first, equal ones by place; the rest is not sorted."""
+    if count >= len(numbers_V):
+        return np.argsort(-numbers_V, kind="stable")
+    if count == 0:
+        return np.zeros(0, dtype=np.int64)
+    least = np.partition(numbers_V, len(numbers_V) - count)[-count]
+    (candidates,) = np.nonzero(numbers_V >= least)  # by place; more than `count` when several equal the least
+    return candidates[np.argsort(-numbers_V[candidates], kind="stable")[:count]]
+
+
 def _logprob(logits_V: Row, token: int, num_top: int) -> TokenLogprob:
     peak = logits_V.max()
     log_total = peak + np.log(np.exp(logits_V - peak).sum())
-    top = np.argsort(-logits_V, kind="stable")[:num_top]
+    top = _largest(logits_V, num_top)
     return TokenLogprob(
         token,
         float(logits_V[token] - log_total),
