@@ -15,6 +15,7 @@ from kvrelay.core.errors import TransferError
 from kvrelay.core.types import Counters
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.fence_cells import HostCells
+from kvrelay.kv_transfer.nixl import NixlTransport, nixl_errors
 from kvrelay.kv_transfer.outgoing import Posting
 from kvrelay.kv_transfer.plan import Copy
 from kvrelay.kv_transfer.transport import Handle, Progress, Transport
@@ -22,10 +23,10 @@ from memory import region_of
 from transport_party import new_transport
 
 
-def make(memory: Memory, counters: Counters) -> Transport:
+def make(memory: Memory, counters: Counters, *, name: str = "here") -> Transport:
     return new_transport(
         "loopback",
-        name="here",
+        name=name,
         pool=region_of(memory.mapping),
         pool_pages=memory.num_pages,
         cells=HostCells(64),
@@ -105,3 +106,82 @@ def test_writes_that_nobody_waits_for_any_more_are_polled_rarely() -> None:
     assert awaited > 50
     assert made[0].num_polls - before < 20
     thread.stop()
+
+
+class Parting(FaultyTransport):
+    """Notes whom it disconnects from."""
+
+    def __init__(self, real: Transport) -> None:
+        super().__init__(real, freeze)
+        self.left: list[str] = []
+
+    def disconnect(self, peer: str) -> None:
+        self.left.append(peer)
+        self.real.disconnect(peer)
+
+
+class Drains:
+    """Listens for the end of a writer."""
+
+    def __init__(self) -> None:
+        self.came = threading.Event()
+
+    def __call__(self, events: object) -> None:
+        self.came.set()
+
+
+def test_of_peers_without_a_hand_off_only_the_latest_stay_connected() -> None:
+    made: list[Parting] = []
+
+    def make_parting(counters: Counters) -> Transport:
+        made.append(Parting(make(Memory(1), counters)))
+        return made[0]
+
+    thread = TransferThread(make_parting, on_fatal=lambda: None, max_idle_peers=2)
+    thread.start()
+    readers = [make(Memory(1), Counters(), name=f"reader-{number}") for number in range(4)]
+    used = [0, 1, 0, 2, 3]  # the first again after the second, so it is not the oldest
+
+    for turn, number in enumerate(used):
+        key, address, drained = f"w{turn}", readers[number].address(), Drains()
+        thread.open_writer(key, address, fence_cell=0, fence_value=1, on_events=drained)
+        thread.finish(key)
+        assert drained.came.wait(5)
+        thread.close_writer(key)
+    until_s = time.monotonic() + 5
+    while len(made[0].left) < 2 and time.monotonic() < until_s:
+        time.sleep(0.01)
+    thread.stop()
+
+    assert made[0].left == ["reader-1", "reader-0"]
+
+
+def test_a_transport_that_cannot_be_read_any_more_ends_the_process_with_its_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken() -> None:
+        raise nixl_errors()[0]("the device is gone")
+
+    died = threading.Event()
+    memory = Memory(1)
+
+    def make_nixl(counters: Counters) -> Transport:
+        transport = new_transport(
+            "nixl",
+            name="reader",
+            pool=region_of(memory.mapping),
+            pool_pages=1,
+            cells=HostCells(64),
+            counters=counters,
+        )
+        assert isinstance(transport, NixlTransport)
+        transport._agent.get_new_notifs = broken
+        return transport
+
+    thread = TransferThread(make_nixl, on_fatal=died.set)
+    thread.start()
+    thread.drain(1.0, lambda: None)
+
+    assert died.wait(10)
+    assert "TransferError: NIXL cannot read what peers announced" in caplog.text
+    assert "the device is gone" in caplog.text

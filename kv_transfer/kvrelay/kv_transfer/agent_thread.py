@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -50,12 +51,18 @@ class TransferThread:
     """
 
     def __init__(
-        self, make_transport: MakeTransport, *, on_fatal: Callable[[], None], clock: Clock = monotonic
+        self,
+        make_transport: MakeTransport,
+        *,
+        on_fatal: Callable[[], None],
+        max_idle_peers: int = 256,
+        clock: Clock = monotonic,
     ) -> None:
         """Prepare the thread.
 
         Args:
             make_transport: called on the thread; the transport counts into what it is given.
+            max_idle_peers: connections kept for the next hand-off to the same peer; peers that restart get new names.
             on_fatal: called on the thread when it dies of a bug; the process should end with a new incarnation.
         """
         self.counters = Counters()
@@ -66,6 +73,8 @@ class TransferThread:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._outgoing: dict[str, Outgoing] = {}
         self._links: dict[str, LinkMeter] = {}
+        self._max_idle_peers = max_idle_peers
+        self._idle_peers: OrderedDict[str, None] = OrderedDict()  # connected, but no writer is open; oldest first
         self._landings = Landings(self.counters, clock)
         self._drains: list[_Drain] = []
         self._last_poll_s = clock()
@@ -205,8 +214,8 @@ class TransferThread:
         moved = outgoing.step(transport, self.counters)
         if outgoing.closed and not outgoing.busy:
             del self._outgoing[key]
-            if outgoing.failure is not None and all(o.peer != outgoing.peer for o in self._outgoing.values()):
-                transport.disconnect(outgoing.peer)  # so that the next hand-off connects afresh
+            if all(other.peer != outgoing.peer for other in self._outgoing.values()):
+                self._note_idle(transport, outgoing)
         return moved
 
     def _link_to(self, peer: str) -> LinkMeter:
@@ -216,9 +225,19 @@ class TransferThread:
             self._links[peer] = LinkMeter()
         return self._links[peer]
 
+    def _note_idle(self, transport: Transport, last: Outgoing) -> None:
+        """Keep the connection to a peer whose last writer has ended, if it is worth it."""
+        if last.failure is not None:
+            transport.disconnect(last.peer)  # so that the next hand-off connects afresh
+            return
+        self._idle_peers[last.peer] = None
+        if len(self._idle_peers) > self._max_idle_peers:
+            transport.disconnect(self._idle_peers.popitem(last=False)[0])
+
     def _open_writer(self, transport: Transport, key: str, address: Address, outgoing: Outgoing) -> None:
         assert key not in self._outgoing, f"writer {key} is open already"
         self._outgoing[key] = outgoing
+        self._idle_peers.pop(outgoing.peer, None)
         try:
             transport.connect(address)
         except ServeError as err:

@@ -75,7 +75,7 @@ class NixlTransport:
             TransferError: NIXL cannot start or refuses the memory.
         """
         _configure_ucx(net_devices=net_devices, tcp_port_range=tcp_port_range)
-        self._errors = _nixl_errors()
+        self._errors = nixl_errors()
         self._agent = _new_agent(agent_name, self._errors)
         self._pool, self._cells, self._counters = pool, cells, counters
         self._free_cells = list(range(cells.num_cells))  # sources of our own fences
@@ -105,17 +105,20 @@ class NixlTransport:
             raise TransferError(f"NIXL refuses the metadata of {address.agent_name}: {err!r}") from err
         name = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
         if name != address.agent_name:
-            self._agent.remove_remote_agent(name)
+            self._forget(name)
             raise TransferError(f"the metadata of {address.agent_name} belongs to {name}")
         self._peers[name] = address
         return name
 
     def disconnect(self, peer: str) -> None:
         if self._peers.pop(peer, None) is not None:
-            try:
-                self._agent.remove_remote_agent(peer)
-            except self._errors as err:
-                logging.getLogger(__name__).warning("NIXL cannot forget %s: %r", peer, err)
+            self._forget(peer)
+
+    def _forget(self, peer: str) -> None:
+        try:
+            self._agent.remove_remote_agent(peer)
+        except self._errors as err:
+            logging.getLogger(__name__).warning("NIXL cannot forget %s: %r", peer, err)
 
     def post(self, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
         there = self._peer(peer).pool
@@ -155,7 +158,11 @@ class NixlTransport:
         return Done(num_bytes)
 
     def notices(self) -> list[tuple[str, bytes]]:
-        return [(agent, notice) for agent, new in self._agent.get_new_notifs().items() for notice in new]
+        try:
+            new = self._agent.get_new_notifs()
+        except self._errors as err:
+            raise TransferError(f"NIXL cannot read what peers announced: {err!r}") from err
+        return [(agent, notice) for agent, told in new.items() for notice in told]
 
     def release(self, handle: Handle) -> None:
         assert isinstance(handle, _Write)
@@ -219,7 +226,7 @@ def _configure_ucx(*, net_devices: str, tcp_port_range: str) -> None:
         os.environ["UCX_TCP_PORT_RANGE"] = tcp_port_range
 
 
-def _nixl_errors() -> tuple[type[Exception], ...]:
+def nixl_errors() -> tuple[type[Exception], ...]:
     """Return every exception that NIXL defines; they have no common base."""
     import nixl_cu13._bindings as bindings  # noqa: PLC0415 (a router has no NIXL)
 
