@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvrelay.bench import report
+from kvrelay.bench import policy_chart, report
 from kvrelay.bench.sim_fleet import Events, FleetPlan, FleetSim, Outcome
 from kvrelay.bench.sim_policies import Ours, Policy, simple
 from kvrelay.bench.trace import Trace, read
@@ -35,6 +35,8 @@ def slowed(cost: NodeCost, factor: float) -> NodeCost:
 
 def run(options: argparse.Namespace) -> int:
     """Replay every trace with every policy, print a table and a JSON object, write the result file when asked to."""
+    if options.png:
+        policy_chart.require()
     plan = FleetPlan(
         prefill_nodes=options.nodes,
         node_tokens=options.node_tokens,
@@ -55,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
         result["traces"][trace.name] = {"ceiling": round(trace.ceiling(), 4), "policies": rows}
         for policy, row in rows.items():
             _print_row(trace.name, policy, row)
+    if options.png:
+        policy_chart.write(Path(options.png), result["traces"])
     if options.out:
         print(report.write(Path(options.out), device="sim", bench="placement", result=result))
     print(json.dumps(result))
