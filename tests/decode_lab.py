@@ -184,7 +184,9 @@ async def running(
     model: Model, index_url: str, *, ring_size: int = 1, num_pages: int = 300, **settings: Any
 ) -> AsyncIterator[Lab]:
     """Run a node and its prefill side for as long as the block lasts."""
-    made = DecodeSettings(model="as loaded", name="decode", index_url=index_url, fence_timeout_s=2.0, **settings)
+    made = DecodeSettings(
+        model="as loaded", name="decode", index_url=index_url, fence_timeout_s=2.0, **{"lame_duck_s": 0.0, **settings}
+    )
     pool = LatentPool(model.layout(block_tokens=BLOCK_TOKENS), num_pages, CPU)
     _ALIVE.append(pool)
     server = DecodeServer(made, Compute(CPU, model, pool), Incarnation.new("decode"))

@@ -75,8 +75,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     tls = Tls.load(ca=pair[1], cert=pair[3], key=pair[5])
     assert tls is not None
 
-    def dial(endpoint: str) -> grpc.Channel:
-        return client.connect(endpoint, Identity(tls, "token-ops"))
+    def dial(endpoint: str, *, watch_health: bool = False) -> grpc.Channel:
+        return client.connect(endpoint, Identity(tls, "token-ops"), watch_health=watch_health)
 
     with processes(oracle_folder(MODEL), logs, options, dial=dial) as deployment:
         yield Fleet(deployment, folder, logs)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import grpc
-
 from cluster.cluster import Client, wait_until
 from kvrelay.cli import client
+from operations.deployment import Dial
 from repo import ROOT
 
 FILE = ROOT / "compose" / "docker-compose.yml"
@@ -39,9 +38,7 @@ def engine_runs() -> str:
 class Containers:
     """Implements Deployment. Created by `containers`. A member is named like its node: role-<container id>."""
 
-    def __init__(
-        self, project: str, environ: Mapping[str, str], files: tuple[Path, ...], dial: Callable[[str], grpc.Channel]
-    ) -> None:
+    def __init__(self, project: str, environ: Mapping[str, str], files: tuple[Path, ...], dial: Dial) -> None:
         self._project, self._environ, self._files, self._dial = project, environ, files, dial
         self._counts = dict.fromkeys(PORTS, 1)
         self._client: Client | None = None
@@ -49,7 +46,7 @@ class Containers:
     @property
     def client(self) -> Client:
         if self._client is None:
-            self._client = Client(self._dial(self.routers()), dial=self._dial)
+            self._client = Client(self._dial(self.routers(), watch_health=True), dial=self._dial)
         return self._client
 
     def routers(self) -> str:
@@ -137,7 +134,7 @@ def containers(
     environ: Mapping[str, str],
     *,
     files: tuple[Path, ...] = (FILE,),
-    dial: Callable[[str], grpc.Channel] = client.connect,
+    dial: Dial = client.connect,
 ) -> Iterator[Containers]:
     """Run redis, one router, one prefill ring and one decode node for as long as the block lasts."""
     deployment = Containers(f"kvrelay-test-{os.getpid()}", environ, files, dial)

@@ -42,8 +42,8 @@ def secure(images: None, folder: Path) -> Iterator[Containers]:
     assert tls is not None
     identity = Identity(tls, "token-ops")
 
-    def dial(endpoint: str) -> grpc.Channel:
-        return client.connect(endpoint, identity)
+    def dial(endpoint: str, *, watch_health: bool = False) -> grpc.Channel:
+        return client.connect(endpoint, identity, watch_health=watch_health)
 
     files = (FILE, ROOT / "compose" / "secure.yml")
     with containers({**environment(), "KVRELAY_CERTS": str(folder)}, files=files, dial=dial) as started:

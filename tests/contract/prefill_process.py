@@ -71,7 +71,8 @@ def nodes_of(index_url: str) -> list[fleet_pb2.NodeRecord]:
 def prefill_node(folder: Path, *options: str, ring_size: int, index_url: str, name: str) -> Iterator[NodeProcess]:
     """Start a node and yield it when it says that it is ready; terminates it afterwards."""
     arguments = ["--model", str(folder), "--ring-size", str(ring_size), "--index-url", index_url, "--name", name]
-    arguments += ["--dtype", "float32", "--pool-pages", "64", "--threads", "1", "--log-level", "warning", *options]
+    arguments += ["--dtype", "float32", "--pool-pages", "64", "--threads", "1", "--log-level", "warning"]
+    arguments += ["--lame-duck-s", "0", *options]
     process = subprocess.Popen(
         [sys.executable, "-m", "kvrelay.prefill_node.app", *arguments],
         stdout=subprocess.PIPE,

@@ -318,10 +318,41 @@ async def test_a_stopping_router_lets_its_requests_end(index: EmbeddedServer, mo
     async with playing(index, model, decode=PlayedDecode(step_s=0.05)) as stage:
         running = asyncio.create_task(stage.run(asked()))
         await until(lambda: stage.decode.reserved)
-        stopping = asyncio.create_task(stage.router._server.stop(5))  # type: ignore[union-attr]
+        stopping = asyncio.create_task(stage.router.drained())
 
         assert said(await running) == TEXT[:8]
         await stopping
+
+
+async def test_a_stopping_router_says_so_then_serves_for_a_moment_then_refuses_for_another_one(
+    index: EmbeddedServer, model: Path
+) -> None:
+    async with playing(index, model, decode=PlayedDecode(step_s=0.1), lame_duck_s=0.4) as stage:
+        running = asyncio.create_task(stage.run(asked()))
+        await until(lambda: stage.decode.reserved)
+        stopping = asyncio.create_task(stage.router.drained())
+        await asyncio.sleep(0.05)
+
+        assert await stage.health() == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert said(await stage.run(asked(max_tokens=1))) == TEXT[:1]
+        await asyncio.sleep(0.4)
+        assert await stage.fails(asked()) == (
+            grpc.StatusCode.UNAVAILABLE,
+            "this router is stopping; another one may serve the request",
+        )
+        assert said(await running) == TEXT[:8]
+        await stopping
+        assert await stage.health() == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_a_stopping_router_waits_for_its_requests_in_bounds(index: EmbeddedServer, model: Path) -> None:
+    decode = PlayedDecode(step_s=30.0)
+    async with playing(index, model, decode=decode, lame_duck_s=0.0, drain_s=0.2) as stage:
+        running = asyncio.create_task(stage.run(asked()))
+        await until(lambda: stage.decode.reserved)
+        async with asyncio.timeout(3):
+            await stage.router.drained()
+        running.cancel()
 
 
 async def test_reflection_names_the_services(index: EmbeddedServer, model: Path) -> None:

@@ -1,4 +1,4 @@
-"""R1-R5: nodes come, go, hang and come back under the same name."""
+"""R2-R5: nodes come, go, hang and come back under the same name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cluster.cluster import CALL_S, wait_until
 from faults.lab.drive import Drive, drive, refusal
 from faults.lab.fleet import STUCK_AFTER_S, Fleet
 from faults.lab.requests import TOKENS, Watched, right
-from faults.lab.workload import golden, prompt
+from faults.lab.workload import prompt
 
 
 def like(process: psutil.Process, **changed: str) -> subprocess.Popen[bytes]:
@@ -42,55 +42,16 @@ def further_node(fleet: Fleet, model_of: str, name: str, **changed: str) -> Iter
         wait_until(lambda: name not in {record.node.name for record in fleet.nodes()}, 10)
 
 
+def pair_of(fleet: Fleet, tokens: list[int]) -> tuple[str, str]:
+    """Return which nodes serve a request."""
+    nodes = fleet.generate(tokens, max_tokens=8).finished.nodes
+    return nodes.prefill_node, nodes.decode_node
+
+
 def serving(endpoint: str) -> bool:
     with grpc.insecure_channel(endpoint) as channel:
         reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=CALL_S)
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-class Load:
-    """Requests one after another until told to stop; each must be right."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self.done = 0
-        self.wrong: list[str] = []
-        self._fleet, self._ended = fleet, threading.Event()
-        for seed in range(500, 506):
-            golden(seed, 300, 12)
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(2)]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self, number: int) -> None:
-        while not self._ended.is_set():
-            try:
-                right(self._fleet, 500 + (self.done + number) % 6, num_tokens=300)
-            except (AssertionError, grpc.RpcError) as err:
-                self.wrong.append(repr(err))
-            self.done += 1
-
-    def stop(self) -> None:
-        self._ended.set()
-        for thread in self._threads:
-            thread.join(60)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(400)
-@pytest.mark.sabotage("no_avoidance")
-def test_r1_a_rolling_restart_of_the_nodes_under_load_fails_no_request(fleet: Fleet) -> None:
-    """R1. One after another: a second one of its kind joins, it drains and leaves."""
-    load = Load(fleet)
-    try:
-        for role in ("prefill", "decode"):
-            with further_node(fleet, f"{role}-0", f"{role}-next"):
-                gone = fleet.process(f"{role}-0")
-                gone.kill()  # the supervisor brings it back: a restart that nobody was warned of
-                wait_until(lambda one=f"{role}-0": one in fleet.stats(), 60)
-    finally:
-        load.stop()
-    assert load.done > 0
-    assert load.wrong == []
 
 
 @pytest.mark.sabotage("incarnations_by_name")
@@ -144,16 +105,19 @@ def _renewing(one: Drive, call: Iterator[Any]) -> Iterator[Any]:
 @pytest.mark.full
 @pytest.mark.sabotage("one_layout_for_all")
 def test_r4_two_layouts_in_one_fleet_pair_each_with_its_like(fleet: Fleet) -> None:
-    """R4. A decode node of another dtype joins; nothing of the others comes to it."""
+    """R4. Nodes of another dtype join. Each request is served by a pair of one layout, and either pair serves alone."""
+    before = fleet.retries()
     with further_node(fleet, "decode-0", "decode-x", dtype="bfloat16"):
-        before = fleet.retries()
-        for seed in range(530, 536):
+        for seed in range(530, 534):
             right(fleet, seed, num_tokens=100)
-        stats = fleet.stats()["decode-x"]
-        assert stats.counters.get("sessions_reserved_total", 0) == 0
-        assert fleet.retries() == before
-        layouts = {record.node.name: record.layout_fingerprint for record in fleet.nodes()}
-        assert layouts["decode-x"] != layouts["decode-0"]
+        assert fleet.stats()["decode-x"].counters.get("sessions_reserved_total", 0) == 0
+        with further_node(fleet, "prefill-0", "prefill-x", dtype="bfloat16"):
+            layouts = {record.node.name: record.layout_fingerprint for record in fleet.nodes()}
+            assert layouts["prefill-x"] == layouts["decode-x"] != layouts["decode-0"]
+            pairs = [pair_of(fleet, prompt(534 + turn, 100)) for turn in range(12)]
+    assert all(layouts[prefill] == layouts[decode] for prefill, decode in pairs)
+    assert len({layouts[prefill] for prefill, _ in pairs}) == 2, pairs
+    assert fleet.retries() == before
 
 
 @pytest.mark.sabotage("steps_are_never_stuck")

@@ -5,10 +5,18 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import grpc
+
 from cluster.cluster import Client
 
 MODEL = "v3_noaux"  # the oracle checkpoint that every deployment serves
 ROLES = ("router", "prefill", "decode")
+
+
+class Dial(Protocol):
+    """Connects to a router or node; see `client.connect`."""
+
+    def __call__(self, endpoint: str, /, *, watch_health: bool = False) -> grpc.Channel: ...
 
 
 class Deployment(Protocol):

@@ -11,7 +11,7 @@ from typing import Self
 
 import grpc
 
-from cluster.cluster import Answer, Client, finish, status_of
+from cluster.cluster import Answer, Client, finish, status_of, wait_until
 
 
 class Load:
@@ -40,6 +40,10 @@ class Load:
         self._ending.set()
         for thread in self._threads:
             thread.join()
+
+    def wait_for(self, count: int, timeout_s: float) -> None:
+        """Wait until so many requests have ended, well or not."""
+        wait_until(lambda: len(self.answers) + len(self.failures) >= count, timeout_s, lambda: str(self.failures[:5]))
 
     @property
     def decode_nodes(self) -> Counter[str]:

@@ -8,18 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import psutil
 
 from cluster.cluster import Client
 from kvrelay.cli import client
 from kvrelay.index.server import EmbeddedServer
-from operations.deployment import ROLES
+from operations.deployment import ROLES, Dial
 
 READY_S = 90.0
 STOP_S = 300.0  # a member may have hundreds of streams to finish
@@ -44,7 +43,7 @@ class Processes:
         model: Path,
         folder: Path,
         options: Mapping[str, Sequence[str]],
-        dial: Callable[[str], grpc.Channel],
+        dial: Dial,
     ) -> None:
         """
         Args:
@@ -60,7 +59,7 @@ class Processes:
     def client(self) -> Client:
         if self._client is None:
             routers = ",".join(self._members[name].listen for name in self.members("router"))
-            self._client = Client(self._dial(f"ipv4:{routers}"), dial=self._dial)
+            self._client = Client(self._dial(f"ipv4:{routers}", watch_health=True), dial=self._dial)
         return self._client
 
     def address(self, name: str) -> str:
@@ -153,7 +152,7 @@ def processes(
     folder: Path,
     options: Mapping[str, Sequence[str]],
     *,
-    dial: Callable[[str], grpc.Channel] = client.connect,
+    dial: Dial = client.connect,
 ) -> Iterator[Processes]:
     """Run one router, one prefill node and one decode node for as long as the block lasts."""
     index = EmbeddedServer.start()

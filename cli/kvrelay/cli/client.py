@@ -17,6 +17,7 @@ MAX_MESSAGE_BYTES = 1 << 30  # the router has the limit and names it
 # A call that failed before its first event may be sent again; gRPC never repeats one that already answered.
 SERVICE_CONFIG = {
     "loadBalancingConfig": [{"round_robin": {}}],  # over all routers behind one name
+    "healthCheckConfig": {"serviceName": "kvrelay.v1.Inference"},  # that are well and not leaving
     "methodConfig": [
         {
             "name": [{"service": "kvrelay.v1.Inference"}],
@@ -35,10 +36,16 @@ _CONFIDENCE_PREFIX = "INDEX_CONFIDENCE_"
 _REASON_PREFIX = "FINISH_REASON_"
 
 
-def connect(endpoint: str, identity: Identity | None = None) -> grpc.Channel:
-    """Return a channel to a router, in plain text without an identity; connects lazily."""
+def connect(endpoint: str, identity: Identity | None = None, *, watch_health: bool = False) -> grpc.Channel:
+    """Return a channel to a router, in plain text without an identity; connects lazily.
+
+    Args:
+        watch_health: send nothing to a router that is not serving. For several routers: a single one has better words.
+    """
+    kept = {name: part for name, part in SERVICE_CONFIG.items() if watch_health or name != "healthCheckConfig"}
     options: list[tuple[str, str | int]] = [
-        ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
+        ("grpc.service_config", json.dumps(kept)),
+        ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES),  # a request above it would never be sent again
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ]

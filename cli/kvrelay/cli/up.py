@@ -85,11 +85,15 @@ def plan_of(options: argparse.Namespace) -> UpPlan:
 def commands_of(plan: UpPlan, *, index_url: str, num_cores: int, run_folder: Path) -> list[Command]:
     """Return the processes to start. Node names are unique per machine when the index is shared with others."""
     suffix = "" if plan.index == "embedded" else f"-{socket.gethostname()}-{os.getpid()}"
+    # The only router of such a cluster leaves first, and knows of a drain before the node does: no time to tell others.
+    alone = ["--lame-duck-s", "0"] if plan.index == "embedded" else []
     node = ["--model", plan.model, "--dtype", plan.dtype, "--threads", str(plan.threads(num_cores)), *plan.node_options]
 
     def command(role: str, number: int | None, options: list[str]) -> Command:
         name = role + ("" if number is None else f"-{number}") + suffix
-        return Command(name, role, ["--name", name, "--index-url", index_url, *options], run_folder / f"{name}.log")
+        return Command(
+            name, role, ["--name", name, "--index-url", index_url, *alone, *options], run_folder / f"{name}.log"
+        )
 
     prefill = [
         command("prefill", number, ["--ring-size", str(size), *node, *plan.prefill_options])

@@ -57,6 +57,9 @@ class CommonSettings(BaseSettings):
     lease_s: float = Field(
         5.0, ge=0.5, le=MAX_TIME_LIMIT_S, description="a session whose holder is silent this long is aborted"
     )
+    lame_duck_s: float = Field(
+        1.0, ge=0, description="when asked to stop: time between saying so to the others and refusing new work"
+    )
 
     @property
     def max_message_bytes(self) -> int:

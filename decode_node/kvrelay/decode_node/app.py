@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 from collections.abc import Sequence
 
 from kvrelay.core.errors import ServeError
-from kvrelay.core.lifecycle import StopSignals, announce_ready, die, new_incarnation, set_up_logging
+from kvrelay.core.lifecycle import StopSignals, announce_ready, die, end_process, new_incarnation, set_up_logging
 from kvrelay.core.settings import load
 from kvrelay.core.supervise import keep, watch_loop, watch_threads
 from kvrelay.core.types import Incarnation, Role
@@ -34,9 +33,7 @@ def main(argv: Sequence[str]) -> int:
     compute = Compute.load(settings)
     status = asyncio.run(serve(settings, compute, node))
     # A peer may still be writing into the pool; unmapping it on the way out would crash in the transport's threads.
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(status)
+    end_process(status)
 
 
 async def serve(settings: DecodeSettings, compute: Compute, node: Incarnation) -> int:

@@ -75,7 +75,8 @@ class DecodeNode:
         self.book = book
         self.records = Records()
         self.counters = Counters()
-        self.draining = False
+        self.leaving = False  # the others are told to send nothing more here
+        self.draining = False  # what comes all the same is refused
         self.crashed = asyncio.Event()
         self._layout = layout
         self._limits = limits

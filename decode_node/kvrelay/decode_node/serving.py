@@ -157,9 +157,11 @@ class DecodeServer:
         return self._advertised
 
     async def drained(self) -> None:
-        """Take nothing new and wait until everything here has ended."""
-        self.node.draining = True
+        """Tell the routers, take nothing new once they know, and wait until everything here has ended."""
+        self.node.leaving = True
         self._presence.hurry()
+        await asyncio.sleep(self._settings.lame_duck_s)
+        self.node.draining = True
         while not self.node.is_drained:  # noqa: ASYNC110 - many events lead there; they need not all know
             await asyncio.sleep(_DRAIN_CHECK_S)
 
@@ -214,7 +216,7 @@ class DecodeServer:
             max_model_len=self._compute.model.config.max_model_len,
             block_tokens=layout.block_tokens,
             page_tokens=layout.page_tokens,
-            draining=node.draining,
+            draining=node.leaving,
             total_pages=self._compute.pool.num_pages,
             free_pages=node.book.free_pages,
             active_requests=node.records.num_active,

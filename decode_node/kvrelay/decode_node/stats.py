@@ -30,6 +30,6 @@ def node_stats(
         sessions=dict(sessions),
         active_requests=active,
         queued_requests=active - running,
-        draining=node.draining,
+        draining=node.leaving,
         counters={name: value for part in (node.counters.values, *counters) for name, value in part.items()},
     )

@@ -135,8 +135,7 @@ async def serve(
     announce_ready(endpoint=endpoint, name=node.name)
 
     await stop.wait()
-    servicer.draining = True
-    registration.beat_now()
+    await _said_goodbye(servicer, registration, lame_duck_s=settings.lame_duck_s)
     await _drained(leader, servicer, closing_limit_s=settings.fence_timeout_s + _STOP_GRACE_S)
     stopping.set()
     leader.shut_down()
@@ -190,12 +189,20 @@ def _record(
         max_model_len=facts.max_model_len,
         block_tokens=layout.block_tokens,
         page_tokens=layout.page_tokens,
-        draining=servicer.draining,
+        draining=servicer.leaving,
         total_pages=total_pages,
         free_pages=load.free_pages,
         active_requests=load.active_jobs,
         queued_tokens=load.queued_tokens,
     )
+
+
+async def _said_goodbye(servicer: PrefillServicer, registration: LeaseThread, *, lame_duck_s: float) -> None:
+    """Tell the registry, and refuse new work once every router has read it."""
+    servicer.leaving = True
+    registration.beat_now()
+    await asyncio.sleep(lame_duck_s)
+    servicer.draining = True
 
 
 async def _drained(leader: Leader, servicer: PrefillServicer, *, closing_limit_s: float) -> None:

@@ -72,7 +72,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         Args:
             counters: of the node, besides those of its ranks; reported by Stats.
         """
-        self.draining = False
+        self.leaving = False  # the others are told to send nothing more here
+        self.draining = False  # what comes all the same is refused
         self._facts = facts
         self._leader = leader
         self._leases = leases
@@ -137,7 +138,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
                 control,
                 self._leader.rank_counters,
                 {name: value for counters in self._counters for name, value in counters.values.copy().items()},
-                draining=self.draining,
+                draining=self.leaving,
             )
             loop.call_soon_threadsafe(_set_once, answer, stats)
 

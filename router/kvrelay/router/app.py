@@ -12,7 +12,7 @@ from grpc import aio
 
 from kvrelay.core import telemetry
 from kvrelay.core.address import advertised
-from kvrelay.core.lifecycle import StopSignals, announce_ready, die, new_incarnation, set_up_logging
+from kvrelay.core.lifecycle import StopSignals, announce_ready, die, end_process, new_incarnation, set_up_logging
 from kvrelay.core.settings import load
 from kvrelay.core.supervise import keep, watch_loop, watch_threads
 from kvrelay.index.lookup import PrefixIndex
@@ -93,6 +93,7 @@ class Router:
         self._metrics_endpoint: telemetry.MetricsEndpoint | None = None
         self._server: server.Server | None = None
         self._health: asyncio.Task[None] | None = None  # held so that it is not collected while it runs
+        self._leaving = False
         self._missing: str | None = "nothing is known of the fleet yet"
 
     async def start(self) -> str:
@@ -116,10 +117,24 @@ class Router:
             bound=self._server.endpoint, advertise=self._settings.advertise, index_url=self._settings.index_url
         )
 
-    async def stop(self) -> None:
-        """Take no more requests, let the running ones end within the drain time, and let go of everything."""
+    async def drained(self) -> None:
+        """Say that this router leaves, then refuse what still comes, and let what runs end within the drain time."""
         assert self._server is not None, "not started"
-        await self._server.stop(self._settings.drain_s)
+        self._leaving = True
+        await self._server.set_serving(False)
+        await asyncio.sleep(self._settings.lame_duck_s)  # until clients that watch the health have moved on
+        self.inference.close()
+        await self.inference.quiet(drain_s=self._settings.drain_s)
+        await self._background.wait()
+
+    async def stop(self) -> None:
+        """End the server, with what still runs, and let go of everything."""
+        assert self._server is not None, "not started"
+        await self._server.stop(0)
+        await self.release()
+
+    async def release(self) -> None:
+        """Let go of everything but the server."""
         await self._background.wait()
         await self.fleet.stop()
         await asyncio.to_thread(self._leases.stop)
@@ -145,7 +160,7 @@ class Router:
 
     def _report(self) -> None:
         missing = missing_for_service(self.fleet.nodes())
-        if missing == self._missing:
+        if missing == self._missing or self._leaving:
             return
         self._missing = missing
         _log.info("serving" if missing is None else f"not serving: {missing}")
@@ -162,7 +177,11 @@ async def serve(settings: RouterSettings) -> None:
     announce_ready(endpoint=endpoint, name=router.id.name)
     await stop.wait()
     _log.info("stopping, %d requests to finish", router.inference.num_active)
-    await router.stop()
+    await router.drained()
+    await router.release()
+    # A gRPC server that shuts down answers a call that comes just then with CANCELLED, which no client repeats. When a
+    # process just ends, its connections close: the client sees UNAVAILABLE, and its retry policy sends it elsewhere.
+    end_process(0)
 
 
 def main(argv: Sequence[str]) -> int:

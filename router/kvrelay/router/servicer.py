@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +51,9 @@ from kvrelay.router.timesplit import RequestTimer
 from kvrelay.router.tokenizer import PromptTokenizer
 from kvrelay.router.validation import Limits, ValidRequest, check_model, read_packed_ids, service_class, validate
 
+_POLL_S = 0.02
+_MOMENT_S, _MOST_MOMENTS = 0.2, 10  # the last words of refused calls leave meanwhile
+
 Ids = npt.NDArray[np.uint32] | npt.NDArray[np.int32]
 
 
@@ -75,6 +78,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._metrics = metrics
         self._quotas = QuotaBooks()
         self.num_active = 0
+        self._num_calls = 0  # ever
+        self._is_closed = False
 
     async def Generate(  # type: ignore[override]  # events are written, so that one task owns the request and its time
         self, request: pb.GenerateRequest, context: aio.ServicerContext[Any, Any]
@@ -83,10 +88,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         left_s = context.time_remaining()
         limit_s = self._settings.max_request_s if left_s is None else left_s
         self.num_active += 1
+        self._num_calls += 1
         status = Status.UNKNOWN.name
         try:
             async with grpc_status(context):
                 try:
+                    if self._is_closed:
+                        raise UnavailableError("this router is stopping; another one may serve the request")
                     async with asyncio.timeout(limit_s):
                         slo = service_class(request.service_class)
                         valid = await self._let_in(request, timer)
@@ -105,6 +113,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             self.num_active -= 1
             self._metrics.ended(status)
+
+    def close(self) -> None:
+        """Refuse requests that come from now on, before anything is done for them."""
+        self._is_closed = True
+
+    async def quiet(self, *, drain_s: float) -> None:
+        """Wait until no request runs, but at most `drain_s`; then until none has come for a moment, also in bounds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                while self.num_active:  # noqa: ASYNC110 - polled once, at the end of the process
+                    await asyncio.sleep(_POLL_S)
+        for _ in range(_MOST_MOMENTS):
+            seen = self._num_calls
+            await asyncio.sleep(_MOMENT_S)
+            if seen == self._num_calls:
+                return
 
     async def ModelInfo(
         self, request: pb.ModelInfoRequest, context: aio.ServicerContext[Any, Any]

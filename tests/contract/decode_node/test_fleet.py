@@ -35,7 +35,7 @@ async def test_a_draining_node_refuses_new_requests_and_finishes_the_others(lab:
     assert reply.active_requests == 1
     assert lab.server.drain_asked.is_set()
     drained = asyncio.create_task(lab.server.drained())
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
     err = await refused(lab.stub.Reserve(lab.request([1], GREEDY)))
     assert (err.code(), says_retry(err)) == (grpc.StatusCode.UNAVAILABLE, True)
     assert "draining" in str(err.details())
@@ -44,6 +44,21 @@ async def test_a_draining_node_refuses_new_requests_and_finishes_the_others(lab:
     assert seen.done is not None
     assert seen.done.num_tokens == 399
     await asyncio.wait_for(drained, 5)
+
+
+async def test_a_node_that_leaves_tells_the_registry_before_it_refuses(model: Model, index_url: str) -> None:
+    async with running(model, index_url, fleet="leaving", heartbeat_s=5.0, lame_duck_s=0.5) as lab:
+        registry = NodeRegistry(index_url, "leaving")
+        drained = asyncio.create_task(lab.server.drained())
+        await asyncio.sleep(0.1)
+
+        assert [record.draining for record in await registry.nodes()] == [True]
+        ticket = await lab.reserve([1], GREEDY)
+        await asyncio.sleep(0.5)
+        await refused(lab.stub.Reserve(lab.request([1], GREEDY)))
+        await lab.stub.Abort(common_pb2.AbortRequest(request=ticket.request))
+        await asyncio.wait_for(drained, 5)
+        await registry.close()
 
 
 async def test_the_registry_shows_the_node_its_load_and_that_it_drains(model: Model, index_url: str) -> None:

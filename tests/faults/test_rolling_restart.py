@@ -1,0 +1,44 @@
+"""R1: every member of a fleet is restarted under load, one after the other, and no request fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.cluster import vocab_size
+from operations.deployment import MODEL, ROLES, Deployment
+from operations.load import Load
+from operations.processes import processes
+from oracle_data import oracle_folder
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
+NUM_REQUESTS = 300
+NUM_CLIENTS = 12
+# Seven processes start and stop on a few cores: what takes milliseconds elsewhere may take a second.
+PATIENT = ("--lease-s", "15", "--lame-duck-s", "2")
+NODE = (*PATIENT, "--max-model-len", "1024", "--dtype", "float32", "--pool-pages", "512")
+OPTIONS = {"router": PATIENT, "prefill": (*NODE, "--chunk-tokens", "256"), "decode": NODE}
+
+
+@pytest.fixture
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with processes(oracle_folder(MODEL), tmp_path_factory.mktemp("logs"), OPTIONS) as started:
+        for role in ROLES:
+            started.scale(role, 2)
+        yield started
+
+
+def test_r1_a_rolling_restart_of_every_role_under_load_fails_no_request(deployment: Deployment) -> None:
+    """R1. Clients have the README's service config: two addresses, health, retries."""
+    with Load(deployment.client, clients=NUM_CLIENTS, vocab_size=vocab_size(oracle_folder(MODEL))) as load:
+        for role in ("decode", "prefill", "router"):
+            for name in deployment.members(role):
+                seen = len(load.answers)
+                deployment.restart(name)
+                load.wait_for(seen + NUM_CLIENTS, 60)
+        load.wait_for(NUM_REQUESTS, 120)
+
+    assert not load.failures, (len(load.failures), len(load.answers), load.failures[:5])
+    assert len(load.answers) >= NUM_REQUESTS
+    deployment.client.assert_settled(30)
