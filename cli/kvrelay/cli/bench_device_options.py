@@ -27,9 +27,18 @@ def add_device_benches(kinds: Any) -> None:
     memory.add_argument("--prompt-tokens", type=positive, default=1_000_000, metavar="N", help="length of the prompt")
     memory.add_argument("--chunk-tokens", type=positive, default=32_768, metavar="N", help="tokens per prefill chunk")
     _add_common(memory, "memory")
+    relay = kinds.add_parser("relay", help="writes of latents between two processes over a plain copy")
+    relay.add_argument("--writer", default="cuda:0", metavar="D", help="device of the process that writes")
+    relay.add_argument("--reader", default="cuda:0", metavar="D", help="device of the process that is written to")
+    relay.add_argument("--megabytes", type=positive, default=512, metavar="N", help="size of each write")
+    _add_out(relay, "relay")
 
 
 def _add_common(kind: argparse.ArgumentParser, name: str) -> None:
     kind.add_argument("--shape", choices=("v2-lite", "tiny"), default="v2-lite", help="widths of the random model")
+    _add_out(kind, name)
+
+
+def _add_out(kind: argparse.ArgumentParser, name: str) -> None:
     kind.add_argument("--out", metavar="DIR", help="folder for the result file; without it nothing is written")
     kind.set_defaults(run=f"kvrelay.bench.{name}:run")

@@ -5,6 +5,7 @@ Shapes in this file: T tokens, D hidden, E experts, K experts per token.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,18 +22,31 @@ def expert_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return F.linear(x_TD.float(), weight_ED)
 
 
-def softmax_experts(logits_TE: Tensor, *, num_chosen: int, scale: float, normalise: bool) -> tuple[Tensor, Tensor]:
+def softmax_experts(
+    logits_TE: Tensor, *, num_chosen: int, scale: float, normalise: bool, num_always: int = 0
+) -> tuple[Tensor, Tensor]:
     """Return (weights_TK fp32, experts_TK int64) of the `num_chosen` most likely experts.
 
     Args:
         scale: factor on the weights.
         normalise: weights sum to 1 before they are scaled.
+        num_always: experts numbered from E on that every token goes to, with weight 1; they come last.
     """
     if logits_TE.is_cuda:
         from kvrelay.kernels.triton_layer import softmax_top  # noqa: PLC0415
 
-        return softmax_top(logits_TE, top=num_chosen, scale=scale, normalise=normalise)
+        return softmax_top(logits_TE, top=num_chosen, scale=scale, normalise=normalise, always=num_always)
     weights_TK, experts_TK = logits_TE.softmax(-1).topk(num_chosen, sorted=False)
     if normalise:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    return weights_TK * scale, experts_TK
+    return with_always(weights_TK * scale, experts_TK, first=logits_TE.shape[1], num_always=num_always)
+
+
+def with_always(weights_TK: Tensor, experts_TK: Tensor, *, first: int, num_always: int) -> tuple[Tensor, Tensor]:
+    """Return both with the experts from `first` on behind, each with weight 1."""
+    if not num_always:
+        return weights_TK, experts_TK
+    more_TK = torch.arange(first, first + num_always, device=experts_TK.device).expand(len(experts_TK), -1)
+    return torch.cat((weights_TK, torch.ones_like(more_TK, dtype=torch.float32)), 1), torch.cat(
+        (experts_TK, more_TK), 1
+    )

@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Up to this many (token, expert) pairs the time is that of reading the weights. 64 tokens of 8 experts each.
+FEW_PAIRS = 512
+
 
 def grouped_experts_refuse(x_TD: Tensor) -> str | None:
     """Return None, or the reason the grouped products cannot run on such an input."""
@@ -33,6 +36,10 @@ def grouped_experts(
     """
     from kvrelay.kernels.triton_layer import combine, gated  # noqa: PLC0415 - CPUs need no Triton
 
+    if experts_TK.numel() <= FEW_PAIRS:
+        from kvrelay.kernels.triton_experts import few_tokens_experts  # noqa: PLC0415
+
+        return few_tokens_experts(x_TD, weights_TK, experts_TK, gate_up_E2ID, down_EDI)
     num_experts, per_token = gate_up_E2ID.shape[0], experts_TK.shape[1]
     experts_A, order_A = torch.sort(experts_TK.flatten(), stable=True)
     experts_E = torch.arange(num_experts, device=x_TD.device)

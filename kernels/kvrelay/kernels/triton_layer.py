@@ -115,7 +115,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 @triton.jit
 def _softmax_top_kernel(
     logits_ptr, weights_ptr, ids_ptr, tokens, experts, scale,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr, NORMALISE: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr, ALWAYS: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
@@ -135,20 +135,30 @@ def _softmax_top_kernel(
     factor = scale / (chosen + 1e-20) if NORMALISE else scale + chosen * 0.0
     for place in tl.static_range(TOP):
         best, at = tl.max(left, 1, return_indices=True)
-        tl.store(weights_ptr + token * TOP + place, best * factor, mask=token < tokens)
-        tl.store(ids_ptr + token * TOP + place, at.to(tl.int64), mask=token < tokens)
+        tl.store(weights_ptr + token * (TOP + ALWAYS) + place, best * factor, mask=token < tokens)
+        tl.store(ids_ptr + token * (TOP + ALWAYS) + place, at.to(tl.int64), mask=token < tokens)
         left = tl.where(expert[None, :] == at[:, None], -1.0, left)
+    for extra in tl.static_range(ALWAYS):
+        where = token * (TOP + ALWAYS) + TOP + extra
+        tl.store(weights_ptr + where, factor * 0.0 + 1.0, mask=token < tokens)
+        tl.store(ids_ptr + where, token * 0 + experts + extra, mask=token < tokens)
 
 
-def softmax_top(logits_TE: Tensor, *, top: int, scale: float, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Return (weights_TK fp32, experts_TK int64) of the `top` largest softmax scores, times `scale`, best first."""
+def softmax_top(
+    logits_TE: Tensor, *, top: int, scale: float, normalise: bool, always: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return (weights_TK fp32, experts_TK int64) of the `top` largest softmax scores, times `scale`, best first.
+
+    Behind them come the `always` experts numbered from E on, with weight 1.
+    """
     tokens, experts = logits_TE.shape
-    weights_TK = torch.empty(tokens, top, dtype=torch.float32, device=logits_TE.device)
-    ids_TK = torch.empty(tokens, top, dtype=torch.int64, device=logits_TE.device)
+    weights_TK = torch.empty(tokens, top + always, dtype=torch.float32, device=logits_TE.device)
+    ids_TK = torch.empty(tokens, top + always, dtype=torch.int64, device=logits_TE.device)
     block = 1 if tokens <= 256 else 8
     _softmax_top_kernel[(triton.cdiv(tokens, block),)](
         logits_TE, weights_TK, ids_TK, tokens, experts, scale,
-        TOKENS=block, EXPERTS=triton.next_power_of_2(experts), TOP=top, NORMALISE=normalise,
+        TOKENS=block, EXPERTS=triton.next_power_of_2(experts), TOP=top, ALWAYS=always,
+        NORMALISE=normalise,
         num_warps=1 if block == 1 else 4,
     )  # fmt: skip
     return weights_TK, ids_TK

@@ -204,16 +204,28 @@ class _Builder:
         moe = self._config.moe
         assert moe is not None, "an MoE layer has an MoE config"
         hidden, width = self._config.hidden_size, moe.expert_width
-        gate_up = torch.empty(moe.num_experts, 2 * width, hidden, dtype=self._dtype, device=self._device)
-        down = torch.empty(moe.num_experts, hidden, width, dtype=self._dtype, device=self._device)
+        # On a GPU shared experts are more of the same, so that one launch takes them all.
+        folded = moe.shared_width // width if self._device.type == "cuda" else 0
+        num_experts = moe.num_experts + folded
+        gate_up = torch.empty(num_experts, 2 * width, hidden, dtype=self._dtype, device=self._device)
+        down = torch.empty(num_experts, hidden, width, dtype=self._dtype, device=self._device)
         for expert in range(moe.num_experts):
             gate_up[expert, :width] = self._take(f"{prefix}.experts.{expert}.gate_proj.weight")
             gate_up[expert, width:] = self._take(f"{prefix}.experts.{expert}.up_proj.weight")
             down[expert] = self._take(f"{prefix}.experts.{expert}.down_proj.weight")
+        if folded:
+            shared = f"{prefix}.shared_experts"
+            gate_up[moe.num_experts :, :width] = self._take(f"{shared}.gate_proj.weight").view(folded, width, hidden)
+            gate_up[moe.num_experts :, width:] = self._take(f"{shared}.up_proj.weight").view(folded, width, hidden)
+            down[moe.num_experts :] = (
+                self._take(f"{shared}.down_proj.weight").view(hidden, folded, width).transpose(0, 1)
+            )
         biased = moe.routing.value == "noaux_tc"
         router = Router(
             config=moe,
             weight_ED=self._take(f"{prefix}.gate.weight", torch.float32),
             bias_E=self._take(f"{prefix}.gate.e_score_correction_bias", torch.float32) if biased else None,
+            num_always=folded,
         )
-        return Moe(router, gate_up, down, self._mlp(f"{prefix}.shared_experts") if moe.shared_width else None)
+        separate = moe.shared_width and not folded
+        return Moe(router, gate_up, down, self._mlp(f"{prefix}.shared_experts") if separate else None)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvrelay.kernels.experts_choice import expert_logits, softmax_experts
+from kvrelay.kernels.experts_choice import FEW_TOKENS, expert_logits, softmax_experts, with_always
 from kvrelay.kernels.grouped_experts import grouped_experts, grouped_experts_refuse
 from kvrelay.model.config import MoeConfig, Routing
 
@@ -40,6 +40,7 @@ class Router:
     config: MoeConfig
     weight_ED: Tensor  # fp32
     bias_E: Tensor | None  # fp32, added for the choice only
+    num_always: int = 0  # shared experts that stand behind the others and see every token
 
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return (weights_TK fp32, experts_TK int64)."""
@@ -51,6 +52,7 @@ class Router:
                 num_chosen=config.experts_per_token,
                 scale=config.weight_scale,
                 normalise=config.normalise_weights,
+                num_always=self.num_always,
             )
         if config.routing is Routing.SIGMOID_NOAUX:
             assert self.bias_E is not None, "noaux_tc has a bias"
@@ -63,7 +65,8 @@ class Router:
         weights_TK = scores_TE.gather(1, experts_TK)
         if config.normalise_weights:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        return weights_TK * config.weight_scale, experts_TK
+        weights_TK = weights_TK * config.weight_scale
+        return with_always(weights_TK, experts_TK, first=config.num_experts, num_always=self.num_always)
 
     def _eligible(self, scores_TE: Tensor, *, best_of_group: int, masked: float) -> Tensor:
         """Mask the experts outside each token's best groups; a group counts by its `best_of_group` best experts."""
@@ -79,7 +82,10 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """Routed experts, plus shared ones that see every token, unweighted."""
+    """Routed experts, plus shared ones that see every token, unweighted.
+
+    Shared experts are an MLP of their own, or stand behind the routed ones and are among each token's K.
+    """
 
     router: Router
     gate_up: Tensor  # [E, 2 I, D]
@@ -95,6 +101,8 @@ class Moe:
         """Sort the pairs by expert, so that each expert that is hit works on one contiguous slice."""
         if grouped_experts_refuse(x_TD) is None:
             return grouped_experts(x_TD, weights_TK, experts_TK, self.gate_up, self.down)
+        if x_TD.is_cuda and x_TD.shape[0] <= FEW_TOKENS:
+            return self._gathered(x_TD, weights_TK, experts_TK)
         num_tokens, per_token = experts_TK.shape
         experts_A = experts_TK.flatten()
         order_A = experts_A.argsort()
@@ -110,6 +118,16 @@ class Moe:
             torch.mm(narrow[start:end], self.down[expert].T, out=out_AD[start:end])
         back_A = torch.empty_like(order_A).scatter_(0, order_A, torch.arange(len(order_A), device=order_A.device))
         out_TKD = out_AD.index_select(0, back_A).view(num_tokens, per_token, -1)
+        return torch.bmm(weights_TK[:, None], out_TKD.float())[:, 0].to(x_TD.dtype)
+
+    def _gathered(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """Copy the weights of each pair's expert: slow, but the host need not know who goes where."""
+        num_tokens, per_token = experts_TK.shape
+        experts_A = experts_TK.flatten()
+        x_AD = x_TD.repeat_interleave(per_token, 0)
+        wide = torch.bmm(self.gate_up.index_select(0, experts_A), x_AD[..., None])[..., 0]
+        out_AD = torch.bmm(self.down.index_select(0, experts_A), _gated(wide)[..., None])[..., 0]
+        out_TKD = out_AD.view(num_tokens, per_token, -1)
         return torch.bmm(weights_TK[:, None], out_TKD.float())[:, 0].to(x_TD.dtype)
 
 
