@@ -69,6 +69,11 @@ class Side:
         rows = torch.tensor(pages)[:, None] * self.pool.layout.page_tokens + torch.arange(64)
         return rows.flatten().to(self.pool.device)
 
+    def token_rows(self) -> Tensor:
+        """Return a view of the first half of the pool."""
+        rows = self.pool.rows(0)
+        return rows[: rows.shape[0] // 2]
+
     def packed_rows(self) -> Tensor:
         """Return a view of the second half of the pool."""
         rows = self.pool.rows(0)
@@ -93,6 +98,7 @@ def measure(writer: torch.device, reader: torch.device, *, megabytes: int) -> di
     ours, theirs = context.Pipe()
     process = context.Process(target=_read, args=(theirs, str(reader), pages), daemon=True)
     process.start()
+    theirs.close()  # so that a reader that dies ends our wait
     try:
         side = Side.make("bench-writer", writer, pages)
         side.pool.layer(0).normal_()
@@ -129,7 +135,7 @@ def _ways(
         synchronize(reader_device)
 
     def pack_and_write() -> None:
-        side.packed_rows().copy_(side.pool.read(0, slots))
+        torch.index_select(side.token_rows(), 0, slots, out=side.packed_rows())
         synchronize(side.pool.device)  # a source is final before it is posted
         _write(side, peer, packed)
         reader.send("unpack")
@@ -185,7 +191,7 @@ def _read(writer: Connection, device: str, pages: int) -> None:
         if order is None:
             return
         if order == "unpack":
-            side.pool.write(0, slots, side.packed_rows())
+            side.token_rows().index_copy_(0, slots, side.packed_rows())
             synchronize(side.pool.device)
             writer.send(True)
         else:
