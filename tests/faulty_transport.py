@@ -89,6 +89,10 @@ def garble(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: byt
     return self.real.post(peer, copies, notice[:-1] + bytes([notice[-1] ^ 1]))
 
 
+def garble_any(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
+    return self.real.post(peer, copies, notice[::-1])
+
+
 def mislabel(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
     """The notice names another epoch."""
     read = notices.decode(notice)

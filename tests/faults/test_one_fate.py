@@ -80,7 +80,8 @@ def test_f5_c8_a_stream_goes_on_with_the_next_token_when_decode_dies(fleet: Flee
     fleet.make_whole(30)
 
 
-@pytest.mark.parametrize("storm_s", [4.0, pytest.param(30.0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("storm_s", [4.0, 30.0])
 @pytest.mark.sabotage("router_leaves_legs")
 def test_f6_after_a_storm_of_failures_everything_is_as_before(fleet: Fleet, storm_s: float) -> None:
     """F6. Half of the prefill calls fail; a failure holds nothing for longer than a second."""

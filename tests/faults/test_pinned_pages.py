@@ -48,7 +48,7 @@ def test_p1_a_lease_that_ends_before_the_data_lands_ends_the_request_and_no_othe
     fleet.assert_settled()
 
 
-@pytest.mark.parametrize("state", ["receiving", "admitted"])
+@pytest.mark.parametrize("state", ["receiving", pytest.param("admitted", marks=pytest.mark.full)])
 @pytest.mark.sabotage("sources_never_free")
 def test_p2_c8_a_killed_decode_node_pins_nothing_on_prefill(fleet: Fleet, state: str) -> None:
     """P2, C8. SIGKILL in the middle of the relay, and of the answer."""
@@ -69,7 +69,7 @@ def test_p2_c8_a_killed_decode_node_pins_nothing_on_prefill(fleet: Fleet, state:
     fleet.make_whole(30)
 
 
-@pytest.mark.parametrize("state", ["reserved", "receiving"])
+@pytest.mark.parametrize("state", ["reserved", pytest.param("receiving", marks=pytest.mark.full)])
 @pytest.mark.sabotage("dead_writers_unnoticed")
 def test_p3_c8_a_killed_prefill_node_gives_decodes_pages_back_and_the_request_is_redone(
     fleet: Fleet, state: str
@@ -102,6 +102,7 @@ def test_p4_a_killed_router_leaves_nothing_on_either_side(fleet: Fleet) -> None:
     right(fleet, 131)
 
 
+@pytest.mark.full
 @pytest.mark.sabotage("renewals_stop")
 def test_p5_leases_are_renewed_while_every_step_takes_five_seconds(fleet: Fleet) -> None:
     """P5. Steps take more than twice the lease."""
@@ -130,7 +131,10 @@ def test_p6_a_refusal_before_admission_reaches_prefill_in_under_a_second(fleet: 
     fleet.assert_settled()
 
 
-@pytest.mark.parametrize("moment", ["before", "prefill", "relay", "decode", "after"])
+@pytest.mark.parametrize(
+    "moment",
+    ["prefill", "relay", "decode", *(pytest.param(one, marks=pytest.mark.full) for one in ("before", "after"))],
+)
 @pytest.mark.sabotage("router_leaves_legs")
 def test_p7_a_client_that_leaves_takes_everything_with_it(fleet: Fleet, moment: str) -> None:
     """P7. At every hop."""

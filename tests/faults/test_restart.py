@@ -69,6 +69,7 @@ def test_r2_a_restarted_node_is_another_one_under_the_same_name(fleet: Fleet) ->
         right(fleet, seed)
 
 
+@pytest.mark.full
 @pytest.mark.sabotage("drain_waits_for_nobody")
 def test_r3_a_draining_prefill_node_stays_until_what_it_computed_is_fetched(fleet: Fleet) -> None:
     """R3. SIGTERM with unread latents: exit 0, and the request needs no second attempt."""

@@ -34,7 +34,14 @@ def test_l1_the_ranges_of_all_ranks_are_every_token_once(data: st.DataObject, ri
 
 
 @pytest.mark.parametrize(
-    "num_tokens", [1, 2, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1, 1024, 1100]
+    "num_tokens",
+    [
+        *(1, PAGE + 1, 2 * CHUNK + 1),
+        *(
+            pytest.param(n, marks=pytest.mark.full)
+            for n in (2, PAGE - 1, PAGE, CHUNK - 1, CHUNK, CHUNK + 1, 1024, 1100)
+        ),
+    ],
 )
 @pytest.mark.sabotage("a_row_is_lost")
 def test_l1_l2_prompts_around_every_boundary_get_the_tokens_of_one_rank(fleet: Fleet, num_tokens: int) -> None:

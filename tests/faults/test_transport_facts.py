@@ -48,6 +48,7 @@ def test_n1_what_a_stopped_writer_still_writes_reaches_no_page_in_use(fleet: Fle
     fleet.make_whole(30)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 @pytest.mark.sabotage("ranks_outlive_their_ring")
 def test_n2_a_ring_with_a_stopped_rank_leaves_as_a_whole_and_the_request_is_redone(fleet: Fleet) -> None:
@@ -79,6 +80,7 @@ def test_n3_a_prefill_that_comes_after_the_reservation_ended_writes_nothing(flee
     fleet.assert_settled()
 
 
+@pytest.mark.full
 @pytest.mark.sabotage("renewals_of_half")
 def test_n4_a_hundred_sessions_are_renewed_on_time(fleet: Fleet) -> None:
     """N4. An idle agent's use of the processor is measured in the cluster's and the decode node's tests."""

@@ -97,6 +97,9 @@ class NixlTransport:
         known = self._peers.get(address.agent_name)
         if known == address:
             return address.agent_name
+        if address.agent_name == self._address.agent_name:  # NIXL knows it, and refuses its metadata
+            self._peers[address.agent_name] = address
+            return address.agent_name
         if known is not None:
             self.disconnect(address.agent_name)  # NIXL refuses a name that it knows
         try:
@@ -111,7 +114,7 @@ class NixlTransport:
         return name
 
     def disconnect(self, peer: str) -> None:
-        if self._peers.pop(peer, None) is not None:
+        if self._peers.pop(peer, None) is not None and peer != self._address.agent_name:
             self._forget(peer)
 
     def _forget(self, peer: str) -> None:

@@ -12,6 +12,7 @@ from kvrelay.core.types import Counters, Incarnation
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.fence_cells import HostCells, TensorCells
 from kvrelay.kv_transfer.local import DeviceSums, LocalPool
+from kvrelay.kv_transfer.self_relay import prove_relay
 from kvrelay.kv_transfer.transport import Cells, Region, Transport, agent_name
 from kvrelay.kvcache.checksum import pool_checksum, start_pool_checksum
 from kvrelay.kvcache.pool import LatentPool
@@ -37,8 +38,10 @@ def start_agent(
 ) -> tuple[TransferThread, Cells]:
     """Register a pool and `num_cells` fence cells with an agent and start its thread; return it and the cells.
 
+    By then one page was relayed through it.
+
     Raises:
-        TransferError: the transport does not start.
+        TransferError: the transport does not start, or does not relay.
     """
     cells: Cells = HostCells(num_cells)
     if pool.device.type == "cuda":
@@ -49,7 +52,7 @@ def start_agent(
     def make(counters: Counters) -> Transport:
         from kvrelay.kv_transfer.nixl import NixlTransport  # noqa: PLC0415 - UCX starts threads when it is loaded
 
-        return NixlTransport(
+        transport = NixlTransport(
             agent_name=agent_name(node, rank),
             pool=region,
             pool_pages=pool.num_pages,
@@ -58,6 +61,9 @@ def start_agent(
             net_devices=settings.net_devices,
             tcp_port_range=settings.tcp_port_range,
         )
+        prove_relay(transport, pool)
+        counters.values.clear()  # that page was nobody's
+        return transport
 
     transfer = TransferThread(make, on_fatal=on_fatal)
     transfer.start()

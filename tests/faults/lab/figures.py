@@ -22,6 +22,7 @@ from typing import Any
 import grpc
 
 from cluster.cluster import Answer, Spec, wait_until
+from faults.lab import conditions
 from faults.lab.fleet import Fleet, running
 from faults.lab.workload import FOLDER, prompt
 
@@ -85,8 +86,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--kills", type=int, default=7)
     options = parser.parse_args()
-    load_before = os.getloadavg()
-    result: dict[str, Any] = {"prompt_tokens": PROMPT_TOKENS, "cores": os.cpu_count(), "load_before": load_before}
+    result: dict[str, Any] = {**conditions.now(), "prompt_tokens": PROMPT_TOKENS}
     with running(SPEC) as fleet:
         ratios: list[float] = []
         second_token_s(fleet, 2000)
@@ -111,7 +111,7 @@ def main() -> int:
             "median": round(statistics.median(kills), 3),
             "all": [round(k, 3) for k in kills],
         }
-    result["load_after"] = os.getloadavg()
+    result["load_after"] = [round(one, 2) for one in os.getloadavg()]
     text = json.dumps(result, indent=1) + "\n"
     sys.stdout.write(text)
     if options.out is not None:

@@ -228,14 +228,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000)
     parser.add_argument("--out", type=Path, help="file for the result, as JSON")
     options = parser.parse_args()
-    result = Result(options.seed, options.minutes)
+    result, began = Result(options.seed, options.minutes), conditions.now()
     sys.stdout.write(f"soak: seed {options.seed}, {options.minutes:g} minutes\n")
     for which in range(NUM_PROMPTS):
         golden(which, random.Random(which).randrange(1, LONGEST), max(OUTPUT))
     with running(SPEC) as fleet:
         Soak(fleet, result).run(options.minutes)
         logs = "" if result.good else fleet.logs()
-    text = json.dumps({**conditions.now(), **result.shown()}, indent=1) + "\n"
+    text = json.dumps({**began, **result.shown()}, indent=1) + "\n"
     sys.stdout.write(text)
     if options.out is not None:
         options.out.write_text(text)
