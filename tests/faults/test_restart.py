@@ -121,15 +121,31 @@ def test_r4_two_layouts_in_one_fleet_pair_each_with_its_like(fleet: Fleet) -> No
     assert fleet.retries() == before
 
 
-@pytest.mark.sabotage("steps_are_never_stuck")
-def test_r5_a_node_that_makes_no_progress_is_not_serving_and_gets_nothing(fleet: Fleet) -> None:
-    """R5. Its step hangs; health says so, it leaves the registry, and once it moves again it is back."""
-    endpoint = next(record.endpoint for record in fleet.nodes() if record.node.name == "decode-0")
-    fleet.serve_on("decode-0")
-    fleet.arm("decode-0", "decode.step", seconds=60.0, count=1)
-    held = Watched(fleet, 540, timeout_s=60)
+@pytest.mark.parametrize(
+    ("node", "point"),
+    [
+        ("decode-0", "decode.step"),
+        ("prefill-0", "transfer"),
+        *(
+            pytest.param(node, point, marks=pytest.mark.full)
+            for node, point in (
+                ("decode-0", "transfer"),
+                ("decode-0", "lease"),
+                ("prefill-0", "prefill.chunk"),
+                ("prefill-0", "lease"),
+            )
+        ),
+    ],
+)
+@pytest.mark.sabotage("nothing_is_ever_stuck")
+def test_r5_a_node_that_makes_no_progress_is_not_serving_and_gets_nothing(fleet: Fleet, node: str, point: str) -> None:
+    """R5. One of its threads hangs; health says so, it leaves the registry, and once it moves again it is back."""
+    endpoint = next(record.endpoint for record in fleet.nodes() if record.node.name == node)
+    fleet.serve_on(node)
+    fleet.arm(node, point, seconds=60.0, count=1)
+    held = Watched(fleet, 540 + len(point), timeout_s=60)
     wait_until(lambda: not serving(endpoint), STUCK_AFTER_S + 4)
-    wait_until(lambda: "decode-0" not in {record.node.name for record in fleet.nodes()}, 6)
+    wait_until(lambda: node not in {record.node.name for record in fleet.nodes()}, 6)
     right(fleet, 541)
     fleet.remote.clear()
     held.assert_right()

@@ -88,6 +88,9 @@ class NodeSettings(CommonSettings):
         2.0, gt=0, description="time between registry heartbeats; the record lives three of them"
     )
     fence_timeout_s: float = Field(10.0, gt=0, description="pages whose fence is later than this are quarantined")
+    stuck_after_s: float = Field(
+        10.0, gt=0, description="a node one of whose threads makes no progress for this long is not serving"
+    )
 
     @model_validator(mode="after")
     def _pool_is_given_once(self) -> Self:

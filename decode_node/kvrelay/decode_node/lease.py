@@ -6,6 +6,8 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+from kvrelay.core.health import Beats
+
 
 class LeaseThread:
     """Calls `tick` on the event loop every `period_s` seconds."""
@@ -16,6 +18,7 @@ class LeaseThread:
         self._period_s = period_s
         self._ended = threading.Event()
         self._pending = threading.Event()  # a tick that the loop has not come to yet; no second one is queued
+        self._beats = Beats(period_s=period_s)
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 
     def start(self) -> None:
@@ -25,8 +28,13 @@ class LeaseThread:
         self._ended.set()
         self._thread.join()
 
+    def stuck_s(self) -> float:
+        """Return for how long the thread is late. Any thread."""
+        return self._beats.stuck_s()
+
     def _run(self) -> None:
         while not self._ended.wait(self._period_s):
+            self._beats.beat()
             if self._pending.is_set():
                 continue
             self._pending.set()

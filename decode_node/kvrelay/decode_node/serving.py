@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.core import telemetry
 from kvrelay.core.address import advertised
+from kvrelay.core.health import ProgressWatch
 from kvrelay.core.supervise import keep
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.decode_node.admission import PageBook
@@ -86,7 +87,8 @@ class DecodeServer:
             heartbeat_s=settings.heartbeat_s,
         )
         self._lease = LeaseThread(loop, self._tick)
-        self._serving = True  # what the health service says
+        threads = {"step": self._steps.stuck_s, "transfer": self._transfer.stuck_s, "lease": self._lease.stuck_s}
+        self._progress = ProgressWatch(threads, limit_s=settings.stuck_after_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: Server
         self._advertised: str
@@ -150,6 +152,7 @@ class DecodeServer:
         await self._server.set_serving(True)
         await self._presence.enter()
         self._start_task(self._presence.run(), "presence")
+        self._start_task(self._progress.run(self._on_progress_change), "progress watch")
 
     @property
     def endpoint(self) -> str:
@@ -192,16 +195,14 @@ class DecodeServer:
     def _tick(self) -> None:
         self.node.tick()
         self._hub.tick()
-        serving = self._steps.stuck_s() < self._settings.stuck_after_s
-        if serving != self._serving:
-            self._serving = serving
-            _log.warning("serving: %s; the step in work began %.0f s ago", serving, self._steps.stuck_s())
-            self._start_task(self._server.set_serving(serving), "health")
-            self._presence.hurry()
+
+    async def _on_progress_change(self) -> None:
+        self._presence.hurry()
+        await self._server.set_serving(self._progress.stuck is None)
 
     def _record(self) -> fleet_pb2.NodeRecord | None:
         """Return what the registry should say; nothing while the node is stuck, so that nobody is sent here."""
-        if not self._serving:
+        if self._progress.stuck is not None:
             return None
         layout, node = self._compute.pool.layout, self.node
         return fleet_pb2.NodeRecord(

@@ -15,6 +15,3 @@ class DecodeSettings(NodeSettings):
 
     max_batch: int = Field(64, ge=1, le=4096, description="most sequences in one step; more take turns")
     max_requests: int = Field(512, ge=1, description="most requests at once, reserved or running; more are refused")
-    stuck_after_s: float = Field(
-        10.0, gt=0, description="a node that has work and finishes no step for this long is not serving"
-    )

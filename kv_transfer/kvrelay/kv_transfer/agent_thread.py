@@ -78,6 +78,7 @@ class TransferThread:
         self._landings = Landings(self.counters, clock)
         self._drains: list[_Drain] = []
         self._last_poll_s = clock()
+        self._round_since_s: float | None = None  # begin of the round in work; None while the thread waits
         self._started: Future[Address] = Future()
         self._thread = threading.Thread(target=self._main, name="transfer", daemon=True)
 
@@ -97,6 +98,11 @@ class TransferThread:
         """Stop talking to all peers. Registered memory stays registered until the process exits."""
         self._commands.put(None)
         self._thread.join()
+
+    def stuck_s(self) -> float:
+        """Return for how long one round of commands, posts, polls and checks has taken so far. Any thread."""
+        since_s = self._round_since_s
+        return 0.0 if since_s is None else self._clock() - since_s
 
     @property
     def address(self) -> Address:
@@ -174,8 +180,12 @@ class TransferThread:
                 if command is None:
                     transport.close()
                     return
+                if self._round_since_s is None:
+                    self._round_since_s = self._clock()
                 command(transport)
+            self._round_since_s = self._clock()
             pause_s = self._step(transport)
+            self._round_since_s = None
 
     def _take_commands(self, pause_s: float | None) -> Iterator[_Command | None]:
         """Yield what is queued; with nothing queued wait for `pause_s`, or for ever when it is None."""

@@ -136,7 +136,7 @@ class Compute:
         )
         return RankWorker(
             self.model, self.pool, ring, open_writer=opener, planner=planner, counters=counters,
-            more_counters=(transfer.counters, opener.counters),
+            more_counters=(transfer.counters, opener.counters), transfer_stuck_s=transfer.stuck_s,
         )  # fmt: skip
 
 

@@ -13,18 +13,21 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.core import telemetry
 from kvrelay.core.address import advertised
+from kvrelay.core.health import ProgressWatch
 from kvrelay.core.lifecycle import StopSignals, announce_ready
 from kvrelay.core.supervise import keep, watch_loop
 from kvrelay.core.types import Counters, Incarnation, Role
+from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.prefill_node.compute import Compute, align_tokens
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.group import RingGroup
-from kvrelay.prefill_node.health import StallWatch
+from kvrelay.prefill_node.health import StepProgress
 from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.leases import Leases
 from kvrelay.prefill_node.pages import RingPages
 from kvrelay.prefill_node.published import Published
 from kvrelay.prefill_node.published_cost import add_measured
+from kvrelay.prefill_node.rank import TRANSFER_STUCK
 from kvrelay.prefill_node.registration import LeaseThread
 from kvrelay.prefill_node.servicer import NodeFacts, PrefillServicer
 from kvrelay.prefill_node.settings import PrefillSettings
@@ -101,10 +104,9 @@ async def serve(
         **node_security(tls, lambda reason: published.counters.add(f"calls_refused_{reason}_total")),
     )
     endpoint = advertised(bound=server.endpoint, advertise=settings.advertise, index_url=settings.index_url)
-    stalls = StallWatch(mark=leader.progress_mark, has_work=lambda: leader.load.has_work)
 
     def record() -> fleet_pb2.NodeRecord | None:
-        if stalls.stalled:
+        if progress.stuck is not None:
             return None  # so that nobody is sent here
         now = _record(settings, facts, leader, servicer, endpoint, sum(rank.num_pages for rank in ranks))
         chunk_tokens = settings.chunk_tokens_on(compute.device.type)
@@ -120,6 +122,7 @@ async def serve(
         record=record,
         on_replaced=lambda: loop.call_soon_threadsafe(stop.ask),
     )
+    progress = _progress(leader, transfer, registration, limit_s=settings.stuck_after_s)
     registry = CollectorRegistry()
     registry.register(NodeMetrics(Role.PREFILL, servicer.stats, loop))
     metrics = telemetry.serve(settings.metrics_listen, registry)
@@ -127,11 +130,11 @@ async def serve(
     await server.set_serving(True)
     await asyncio.to_thread(registration.start, wait_s=_REGISTER_WAIT_S)
 
-    async def on_stall_change() -> None:
+    async def on_progress_change() -> None:
         registration.beat_now()
-        await server.set_serving(not stalls.stalled)
+        await server.set_serving(progress.stuck is None)
 
-    health = keep(stalls.run(on_stall_change), name="stall watch")
+    health = keep(progress.run(on_progress_change), name="progress watch")
     announce_ready(endpoint=endpoint, name=node.name)
 
     await stop.wait()
@@ -147,6 +150,16 @@ async def serve(
     await published.stop()
     await server.stop(_STOP_GRACE_S)
     await asyncio.to_thread(transfer.stop)
+
+
+def _progress(leader: Leader, transfer: TransferThread, registration: LeaseThread, *, limit_s: float) -> ProgressWatch:
+    steps = StepProgress(mark=leader.progress_mark, has_work=lambda: leader.load.has_work)
+
+    def others_stuck_s() -> float:
+        return max((counters.get(TRANSFER_STUCK, 0.0) for counters in leader.rank_counters[1:]), default=0.0)
+
+    threads = {"step": steps.stuck_s, "transfer": transfer.stuck_s, "lease": registration.stuck_s}
+    return ProgressWatch(threads | {"transfer (of a further rank)": others_stuck_s}, limit_s=limit_s)
 
 
 def _control(settings: PrefillSettings, compute: Compute, ranks: list[RankInfo]) -> RingControl:

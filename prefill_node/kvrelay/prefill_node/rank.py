@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvrelay.core.health import StuckS
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Counters, PromptLogprobs
 from kvrelay.kvcache.pool import LatentPool
@@ -27,6 +28,8 @@ from kvrelay.prefill_node.ring import Ring
 from kvrelay.prefill_node.ring_plan import PageTable
 from kvrelay.proto.convert import prompt_logprobs_to_pb, span_from_pb, unpack_ids
 from kvrelay.proto.v1 import ring_pb2
+
+TRANSFER_STUCK = "transfer_stuck_s_max"  # a counter of every rank: see TransferThread.stuck_s
 
 
 class Writer(PartWriter, Protocol):
@@ -92,11 +95,13 @@ class RankWorker:
         planner: ChunkPlanner,
         counters: Counters,
         more_counters: Sequence[Counters] = (),
+        transfer_stuck_s: StuckS = lambda: 0.0,
     ) -> None:
         """
         Args:
             counters: of this thread.
             more_counters: of other threads of this rank, reported along with them.
+            transfer_stuck_s: of this rank's transfer thread, reported too.
         """
         self._model = model
         self._pool = pool
@@ -105,6 +110,7 @@ class RankWorker:
         self._planner = planner
         self._counters = counters
         self._more_counters = more_counters
+        self._transfer_stuck_s = transfer_stuck_s
         self._requests: dict[str, _Request] = {}
         self._relay_stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -274,6 +280,7 @@ class RankWorker:
         self._counters.values["relay_pending"] = float(
             sum(request.relay is not None and request.relay.pending for request in self._requests.values())
         )
+        self._counters.values[TRANSFER_STUCK] = self._transfer_stuck_s()
         for counters in (self._counters, *self._more_counters):
             report.counters.update(counters.values.copy())
         return report

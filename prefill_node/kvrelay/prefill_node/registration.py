@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 
 from kvrelay.core.errors import StaleMessageError, UnavailableError
+from kvrelay.core.health import Beats
 from kvrelay.core.types import Incarnation
 from kvrelay.index.registry import NodeRegistry
 from kvrelay.prefill_node.leases import Leases
@@ -49,12 +50,18 @@ class LeaseThread:
         self._wake: asyncio.Event | None = None
         self._stopping = False
         self._registered = threading.Event()
+        self._period_s = leases.lease_s / _CHECKS_PER_LEASE
+        self._beats = Beats(period_s=self._period_s)
         self._thread = threading.Thread(target=self._main, name="lease", daemon=True)
 
     def start(self, *, wait_s: float) -> None:
         """Start, and wait until the first try to register has ended one way or the other."""
         self._thread.start()
         self._registered.wait(wait_s)
+
+    def stuck_s(self) -> float:
+        """Return for how long no lease was checked that should have been. Any thread."""
+        return self._beats.stuck_s()
 
     def beat_now(self) -> None:
         """Tell the registry at once, for instance that the node is draining."""
@@ -84,7 +91,8 @@ class LeaseThread:
 
     async def _check_leases(self) -> None:
         while True:
-            await asyncio.sleep(self._leases.lease_s / _CHECKS_PER_LEASE)
+            self._beats.beat()
+            await asyncio.sleep(self._period_s)
             self._leases.check()
 
     async def _beat_forever(self, registry: NodeRegistry) -> None:

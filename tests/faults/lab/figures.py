@@ -36,6 +36,7 @@ OFF = "safety_off"
 def failover_s(fleet: Fleet, seed: int) -> float:
     """Kill the decode node of a stream that has run for a while; return the longest silence that the client saw."""
     fleet.make_whole(60)
+    retries = fleet.retries()
     times: list[float] = []
     answer = Answer()
     call = fleet.start(prompt(seed, PROMPT_TOKENS), max_tokens=OUTPUT_TOKENS)
@@ -57,6 +58,7 @@ def failover_s(fleet: Fleet, seed: int) -> float:
     after = [at_s for at_s in times if at_s > killed_s]
     gaps = [(b - a) for a, b in zip([killed_s, *after], after, strict=False)]
     assert len(answer.token_ids) == OUTPUT_TOKENS
+    assert fleet.retries() == retries + 1
     return max(gaps)
 
 

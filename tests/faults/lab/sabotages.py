@@ -242,7 +242,7 @@ SABOTAGES: dict[str, tuple[Change, ...]] = {
     ),
     "retry_starts_over": (Change("router.orchestrate", "Run._attempt", _forgetful_attempt),),
     # health, drain, ring
-    "steps_are_never_stuck": (Change("decode_node.runner", "StepThread.stuck_s", _always(0.0)),),
+    "nothing_is_ever_stuck": (Change("core.health", "ProgressWatch.check", _always(False)),),
     "drain_waits_for_nobody": (
         Change("prefill_node.node", "_drained", _never_drained),
         Change("decode_node.serving", "DecodeServer.drained", _never_drained),

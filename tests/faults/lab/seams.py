@@ -1,9 +1,9 @@
 """Where the lab reaches into a node: places at which the product passes something in or along anyway.
 
 Points: `part` (every write, see part_faults), `decode.step`, `prefill.chunk` (a step takes `seconds` longer; cleared,
-it goes on), `decode.admit`, `decode.reserve`, `prefill.accept` (refused: `unavailable`, `invalid` or `full`),
-`renew` (the router's renewals do not leave), `place` (a request's first attempt goes to the nodes that its kind names;
-where it goes after a failure is placement's choice, as ever).
+it goes on), `transfer`, `lease` (so does a round of that thread), `decode.admit`, `decode.reserve`, `prefill.accept`
+(refused: `unavailable`, `invalid` or `full`), `renew` (the router's renewals do not leave), `place` (a request's first
+attempt goes to the nodes that its kind names; where it goes after a failure is placement's choice, as ever).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def install(role: str, board: Switchboard) -> None:
     """Put the fault points of a role's process in; nothing strikes until a point is armed."""
     if role != "router":
         _wrap_transport(board)
+        _hang_threads(board)
     if role == "decode":
         from kvrelay.decode_node.engine import DecodeEngine  # noqa: PLC0415 - only this role has it
         from kvrelay.decode_node.node import DecodeNode  # noqa: PLC0415
@@ -93,6 +94,14 @@ def _wrap_transport(board: Switchboard) -> None:
         original(self, make, **rest)
 
     setattr(TransferThread, "__init__", with_lab)  # noqa: B010
+
+
+def _hang_threads(board: Switchboard) -> None:
+    from kvrelay.core.health import Beats  # noqa: PLC0415
+    from kvrelay.kv_transfer.agent_thread import TransferThread  # noqa: PLC0415
+
+    _before(TransferThread, "_step", lambda: board.linger("transfer"))
+    _before(Beats, "beat", lambda: board.linger("lease"))
 
 
 def _before(owner: type, method: str, hook: Callable[[], None]) -> None:
