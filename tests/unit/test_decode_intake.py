@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -31,7 +32,7 @@ ASK = Ask(
 
 
 def judged(ask: Ask, limits: Limits = LIMITS) -> Demand:
-    return judge(ask, node=NODE, layout=LAYOUT, limits=limits)
+    return asyncio.run(judge(ask, node=NODE, layout=LAYOUT, limits=limits))
 
 
 def test_a_good_request_needs_its_tokens_and_names_its_full_blocks() -> None:

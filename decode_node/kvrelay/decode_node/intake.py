@@ -30,7 +30,7 @@ class Demand:
     hashes: list[bytes] | None  # of the prompt's full blocks; None: the prefix cache is not for this request
 
 
-def judge(ask: Ask, *, node: Incarnation, layout: PageLayout, limits: Limits) -> Demand:
+async def judge(ask: Ask, *, node: Incarnation, layout: PageLayout, limits: Limits) -> Demand:
     """Return what a request needs.
 
     Raises:
@@ -59,7 +59,7 @@ def judge(ask: Ask, *, node: Incarnation, layout: PageLayout, limits: Limits) ->
     # Without a seed all tenants' blocks would have the same names.
     if not ask.prefix_seed or (window is not None and prompt_tokens + max_tokens > window):
         return Demand(prompt_tokens, max_tokens, None)
-    hashes = prefix_hash.chain(ask.prefix_seed, ask.prompt_T, block_tokens=layout.block_tokens)
+    hashes = await prefix_hash.chain_on_loop(ask.prefix_seed, ask.prompt_T, block_tokens=layout.block_tokens)
     return Demand(prompt_tokens, max_tokens, hashes)
 
 

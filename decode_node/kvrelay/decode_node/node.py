@@ -99,7 +99,7 @@ class DecodeNode:
 
     # ---- what a router asks ----
 
-    def reserve(self, ask: Ask) -> handoff_pb2.Ticket:
+    async def reserve(self, ask: Ask) -> handoff_pb2.Ticket:
         """Take pages for a request and return the permission to write into them.
 
         Raises:
@@ -107,9 +107,9 @@ class DecodeNode:
             StaleMessageError: this attempt has a reservation already, or was aborted before it came.
             CapacityError: no room now.
         """
+        demand = await judge(ask, node=self.incarnation, layout=self._layout, limits=self._limits)
         if self.draining:
             raise UnavailableError(f"{self.incarnation.name} is draining")
-        demand = judge(ask, node=self.incarnation, layout=self._layout, limits=self._limits)
         if self.records.was_aborted(ask.request):
             raise StaleMessageError(f"{ask.request} was aborted")
         if (active := self.records.num_active) >= self._max_requests:

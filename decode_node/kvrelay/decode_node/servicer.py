@@ -40,7 +40,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
         self, request: decode_pb2.ReserveRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.ReserveReply:
         async with grpc_status(context):
-            return decode_pb2.ReserveReply(ticket=self._node.reserve(_ask(request, self._max_request_s)))
+            return decode_pb2.ReserveReply(ticket=await self._node.reserve(_ask(request, self._max_request_s)))
 
     async def Attach(
         self, request_iterator: AsyncIterator[handoff_pb2.WriterEvent], context: aio.ServicerContext[Any, Any]

@@ -15,7 +15,7 @@ from kvrelay.kv_transfer.hub_sessions import Entry, HubSessions, Outbox
 from kvrelay.kv_transfer.session_table import State
 from kvrelay.kv_transfer.transport import agent_name
 from kvrelay.kv_transfer.values import FenceProof
-from kvrelay.kv_transfer.wire import manifest_from_pb, proof_from_pb, request_from_pb
+from kvrelay.kv_transfer.wire import manifest_from_pb_on_loop, proof_from_pb, request_from_pb
 from kvrelay.proto.convert import epoch_from_pb, incarnation_from_pb
 from kvrelay.proto.v1 import handoff_pb2
 
@@ -85,7 +85,7 @@ async def _listen(sessions: HubSessions, entry: Entry, rank: int, incoming: Inco
     try:
         async for message in incoming:
             try:
-                event = _event_of(sessions, entry, rank, message)
+                event = await _event_of(sessions, entry, rank, message)
             except InvalidRequestError as err:
                 event = ev.Abort(f"rank {rank}: {err}")
             sessions.feed_from_peer(entry, event)
@@ -93,10 +93,10 @@ async def _listen(sessions: HubSessions, entry: Entry, rank: int, incoming: Inco
         outbox.put_nowait(None)
 
 
-def _event_of(sessions: HubSessions, entry: Entry, rank: int, message: handoff_pb2.WriterEvent) -> ev.Event:
+async def _event_of(sessions: HubSessions, entry: Entry, rank: int, message: handoff_pb2.WriterEvent) -> ev.Event:
     match message.WhichOneof("event"):
         case "manifest":
-            manifest = manifest_from_pb(message.manifest)
+            manifest = await manifest_from_pb_on_loop(message.manifest, row_bytes=entry.session.reservation.row_bytes)
             if manifest.rank != rank:
                 raise InvalidRequestError(f"the manifest of rank {manifest.rank}")
             return ev.ManifestIn(manifest)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.kv_transfer.transport import Address, Region
 from kvrelay.kv_transfer.values import FenceProof, Manifest, Part, Request
@@ -14,6 +16,7 @@ _PROOFS: dict[FenceProof, handoff_pb2.FenceProof.ValueType] = {
     FenceProof.NOTHING_POSTED: handoff_pb2.FENCE_PROOF_NOTHING_POSTED,
 }
 _PROOFS_BACK = {value: proof for proof, value in _PROOFS.items()}
+_MANY_PARTS = 512  # converted in about 3 ms
 
 
 def request_from_pb(message: common_pb2.RequestRef) -> Request:
@@ -52,13 +55,35 @@ def address_to_pb(value: Address) -> handoff_pb2.TransportAddress:
     )
 
 
-def manifest_from_pb(message: handoff_pb2.RankManifest) -> Manifest:
+async def manifest_from_pb_on_loop(message: handoff_pb2.RankManifest, *, row_bytes: int) -> Manifest:
+    """Return what `manifest_from_pb` does; for use on an event loop, which many parts would hold up."""
+    if len(message.parts) < _MANY_PARTS:
+        return manifest_from_pb(message, row_bytes=row_bytes)
+    return await asyncio.to_thread(manifest_from_pb, message, row_bytes=row_bytes)
+
+
+async def manifest_to_pb_on_loop(value: Manifest, *, row_bytes: int) -> handoff_pb2.RankManifest:
+    """Return what `manifest_to_pb` does; for use on an event loop."""
+    if len(value.parts) < _MANY_PARTS:
+        return manifest_to_pb(value, row_bytes=row_bytes)
+    return await asyncio.to_thread(manifest_to_pb, value, row_bytes=row_bytes)
+
+
+def manifest_from_pb(message: handoff_pb2.RankManifest, *, row_bytes: int) -> Manifest:
+    """Return the manifest.
+
+    Raises:
+        InvalidRequestError: its bytes are not those of its parts' tokens.
+    """
     parts = tuple(Part(part.part_id, part.layer, span_from_pb(part.tokens), part.checksum) for part in message.parts)
+    num_bytes = sum(part.tokens.num_tokens for part in parts) * row_bytes
+    if message.num_bytes != num_bytes:
+        raise InvalidRequestError(f"a manifest of {message.num_bytes} bytes whose parts have {num_bytes}")
     first_token = sampled_from_pb(message.first_token) if message.HasField("first_token") else None
     return Manifest(message.rank, parts, first_token, message.cached_tokens)
 
 
-def manifest_to_pb(value: Manifest, *, num_bytes: int) -> handoff_pb2.RankManifest:
+def manifest_to_pb(value: Manifest, *, row_bytes: int) -> handoff_pb2.RankManifest:
     return handoff_pb2.RankManifest(
         rank=value.rank,
         parts=[
@@ -67,7 +92,7 @@ def manifest_to_pb(value: Manifest, *, num_bytes: int) -> handoff_pb2.RankManife
             )
             for part in value.parts
         ],
-        num_bytes=num_bytes,
+        num_bytes=sum(part.tokens.num_tokens for part in value.parts) * row_bytes,
         first_token=None if value.first_token is None else sampled_to_pb(value.first_token),
         cached_tokens=value.cached_tokens,
     )

@@ -27,10 +27,10 @@ from kvrelay.kv_transfer.notice import Notice, NoticeKey, encode
 from kvrelay.kv_transfer.outgoing import Posting, TransferEvent
 from kvrelay.kv_transfer.plan import Pages, cut_part, part_ranges
 from kvrelay.kv_transfer.ticket import open_ticket
-from kvrelay.kv_transfer.values import Part
+from kvrelay.kv_transfer.values import Manifest, Part
 from kvrelay.kv_transfer.wire import (
     address_to_pb,
-    manifest_to_pb,
+    manifest_to_pb_on_loop,
     proof_to_pb,
 )
 from kvrelay.kv_transfer.writer_session import WriterSession
@@ -102,7 +102,7 @@ class WriterEndpoint:
             fence_timeout_s=limits.fence_timeout_s,
         )
         self._loop = asyncio.get_running_loop()
-        self._outbox: asyncio.Queue[handoff_pb2.WriterEvent | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[handoff_pb2.WriterEvent | Manifest | None] = asyncio.Queue()
         self._postings: dict[int, Posting] = {}
         self._num_parts = 0
         self._relayed_bytes = 0
@@ -207,6 +207,9 @@ class WriterEndpoint:
     async def _say(self) -> AsyncIterator[handoff_pb2.WriterEvent]:
         yield handoff_pb2.WriterEvent(hello=self._hello())
         while (event := await self._outbox.get()) is not None:
+            if isinstance(event, Manifest):
+                manifest = await manifest_to_pb_on_loop(event, row_bytes=self._pool.layout.row_bytes)
+                event = handoff_pb2.WriterEvent(manifest=manifest)
             yield event
 
     def _hello(self) -> handoff_pb2.AttachHello:
@@ -261,8 +264,7 @@ class WriterEndpoint:
             case wt.StopAndFence():
                 self._thread.fence(self._key)
             case wt.SendManifest():
-                manifest = manifest_to_pb(action.of_rank(self._rank), num_bytes=self._relayed_bytes)
-                self._outbox.put_nowait(handoff_pb2.WriterEvent(manifest=manifest))
+                self._outbox.put_nowait(action.of_rank(self._rank))
             case wt.SendAbort():
                 self._outbox.put_nowait(handoff_pb2.WriterEvent(abort=handoff_pb2.WriterAbort(reason=action.reason)))
             case wt.SendFenced():

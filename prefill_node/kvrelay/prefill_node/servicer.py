@@ -90,7 +90,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         self, request: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         async with grpc_status(context):
-            job = self._checked(request)
+            job = await self._checked(request)
             remaining_s = context.time_remaining()
             limit_s = self._facts.max_request_s if remaining_s is None else remaining_s
             run = self._run(job, incarnation_from_pb(request.holder), Deadline.after(limit_s))
@@ -178,7 +178,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
             if not over:
                 self._leader.cancel(job.key, "the caller went away or its time is over")
 
-    def _checked(self, request: prefill_pb2.PrefillRequest) -> Job:
+    async def _checked(self, request: prefill_pb2.PrefillRequest) -> Job:
         """Return the request as a job.
 
         Raises:
@@ -190,8 +190,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         facts = self._facts
         if incarnation_from_pb(request.node) != facts.incarnation:
             raise UnavailableError(f"this is {facts.incarnation}, not {incarnation_from_pb(request.node)}")
-        if self.draining:
-            raise UnavailableError(f"{facts.incarnation.name} is draining")
         prompt_T = unpack_ids(request.packed_ids)
         if not 0 < len(prompt_T) <= facts.max_model_len:
             raise InvalidRequestError(f"a prompt of {len(prompt_T)} tokens; 1 to {facts.max_model_len} are possible")
@@ -202,11 +200,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         ticket = request.ticket if request.HasField("ticket") else None
         if ticket is not None:
             self._check_ticket(ticket, request.request, len(prompt_T))
-        self._check_attempt(request.request)
         hashes: list[bytes] = []
         window, length = facts.cache_window_tokens, len(prompt_T) + request.sampling.max_tokens
         if request.prefix_seed and (window is None or length <= window):
-            hashes = prefix_hash.chain(request.prefix_seed, prompt_T, block_tokens=facts.layout.block_tokens)
+            hashes = await prefix_hash.chain_on_loop(
+                request.prefix_seed, prompt_T, block_tokens=facts.layout.block_tokens
+            )
+        # Last, as other calls may have come meanwhile.
+        if self.draining:
+            raise UnavailableError(f"{facts.incarnation.name} is draining")
+        self._check_attempt(request.request)
         return Job(
             request=request.request,
             prompt_T=prompt_T,
