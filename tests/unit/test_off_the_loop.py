@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from kvrelay.core import prefix_hash
+from kvrelay.core import hash_on_loop, prefix_hash
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.shard import Span
 from kvrelay.kv_transfer import wire
@@ -35,7 +35,7 @@ def a_manifest(num_parts: int) -> Manifest:
 
 async def test_a_million_tokens_are_hashed_beside_the_loop() -> None:
     tokens = np.arange(1 << 20, dtype=np.int32)
-    names, turns = await turns_during(prefix_hash.chain_on_loop(b"seed", tokens, block_tokens=64))
+    names, turns = await turns_during(hash_on_loop.chain(b"seed", tokens, block_tokens=64))
 
     assert names == prefix_hash.chain(b"seed", tokens, block_tokens=64)
     assert turns > 2

@@ -6,25 +6,14 @@ equal prefixes. xxh3-128 over little-endian int32 tokens: the same on every mach
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import numpy.typing as npt
 import xxhash
-
-_MANY_BLOCKS = 4096  # hashed in about 3 ms
 
 
 def seed(*, fingerprint: bytes, tenant_salt: bytes = b"") -> bytes:
     """Return the parent hash of block 0."""
     return xxhash.xxh3_128_digest(b"kvrelay/1\0" + len(fingerprint).to_bytes(2, "little") + fingerprint + tenant_salt)
-
-
-async def chain_on_loop(parent: bytes, tokens: npt.NDArray[np.int32], *, block_tokens: int) -> list[bytes]:
-    """Return what `chain` does; for use on an event loop, which many blocks would hold up (a thread takes them)."""
-    if len(tokens) < _MANY_BLOCKS * block_tokens:
-        return chain(parent, tokens, block_tokens=block_tokens)
-    return await asyncio.to_thread(chain, parent, tokens, block_tokens=block_tokens)
 
 
 def chain(parent: bytes, tokens: npt.NDArray[np.int32], *, block_tokens: int) -> list[bytes]:

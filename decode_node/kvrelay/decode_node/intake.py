@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrelay.core import prefix_hash
+from kvrelay.core import hash_on_loop
 from kvrelay.core.errors import InvalidRequestError, LayoutMismatchError, UnavailableError
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.types import Incarnation
@@ -59,7 +59,7 @@ async def judge(ask: Ask, *, node: Incarnation, layout: PageLayout, limits: Limi
     # Without a seed all tenants' blocks would have the same names.
     if not ask.prefix_seed or (window is not None and prompt_tokens + max_tokens > window):
         return Demand(prompt_tokens, max_tokens, None)
-    hashes = await prefix_hash.chain_on_loop(ask.prefix_seed, ask.prompt_T, block_tokens=layout.block_tokens)
+    hashes = await hash_on_loop.chain(ask.prefix_seed, ask.prompt_T, block_tokens=layout.block_tokens)
     return Demand(prompt_tokens, max_tokens, hashes)
 
 

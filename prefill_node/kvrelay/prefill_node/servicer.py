@@ -11,7 +11,7 @@ from typing import Any
 
 from grpc import aio
 
-from kvrelay.core import prefix_hash
+from kvrelay.core import hash_on_loop
 from kvrelay.core.clock import Deadline, monotonic
 from kvrelay.core.errors import (
     DeadlineError,
@@ -203,9 +203,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         hashes: list[bytes] = []
         window, length = facts.cache_window_tokens, len(prompt_T) + request.sampling.max_tokens
         if request.prefix_seed and (window is None or length <= window):
-            hashes = await prefix_hash.chain_on_loop(
-                request.prefix_seed, prompt_T, block_tokens=facts.layout.block_tokens
-            )
+            hashes = await hash_on_loop.chain(request.prefix_seed, prompt_T, block_tokens=facts.layout.block_tokens)
         # Last, as other calls may have come meanwhile.
         if self.draining:
             raise UnavailableError(f"{facts.incarnation.name} is draining")
