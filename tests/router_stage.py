@@ -125,6 +125,7 @@ class Stage:
     fleet: fleet_pb2_grpc.FleetAsyncStub
     channel: aio.Channel
     records: list[fleet_pb2.NodeRecord]
+    endpoint: str
 
     async def run(self, request: inference_pb2.GenerateRequest, **options: Any) -> list[inference_pb2.GenerateEvent]:
         return [event async for event in self.inference.Generate(request, **options)]
@@ -189,7 +190,7 @@ async def playing(
     channel = connect(endpoint, max_message_bytes=MAX_BYTES)
     inference, fleet_stub = inference_pb2_grpc.InferenceStub(channel), fleet_pb2_grpc.FleetStub(channel)
     try:
-        yield Stage(router, prefill, decode, registry, inference, fleet_stub, channel, records)
+        yield Stage(router, prefill, decode, registry, inference, fleet_stub, channel, records, endpoint)
     finally:
         await channel.close()
         await router.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -376,3 +377,24 @@ async def test_a_preview_says_where_a_prompt_would_go_and_places_nothing(index: 
         assert {(one.node, one.verdict) for one in said.candidates} == {("prefill", "chosen"), ("decode", "chosen")}
         assert (said.prompt_tokens, stage.decode.reserved, stage.prefill.calls) == (200, [], [])
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_top_shows_what_a_router_serves_and_its_nodes(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model) as stage:
+        for _ in range(3):
+            await stage.run(asked())
+        traffic = await stage.fleet.Traffic(fleet_pb2.TrafficRequest())
+        assert (dict(traffic.requests), traffic.output_tokens, sum(traffic.ttft.counts)) == ({"ok": 3}, 24, 3)
+        assert traffic.router == convert.incarnation_to_pb(stage.router.id)
+        words = [sys.executable, "-m", "kvrelay.cli.main", "top", "--endpoint", stage.endpoint]
+        process = await asyncio.create_subprocess_exec(
+            *words, "--frames", "2", "--interval-s", "0.1", stdout=asyncio.subprocess.PIPE
+        )
+        out, _ = await process.communicate()
+
+    assert process.returncode == 0
+    lines = out.decode().splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith(("prefill ", "decode "))] == [
+        ["prefill", "prefill"],
+        ["decode", "decode"],
+    ] * 2

@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         commands.add_parser(role, help=text, add_help=False)
     _add_generate(commands.add_parser("generate", help="send one prompt and stream the answer"))
     _add_nodes(commands.add_parser("nodes", help="what runs where"))
+    _add_top(commands.add_parser("top", help="live view of a router and its nodes"))
     _add_drain(commands.add_parser("drain", help="take a node out without losing a request"))
     _add_fence(commands.add_parser("fence", help="say that a node is dead, so that pages kept from it come back"))
     _add_explain(commands.add_parser("explain", help="why a request went where it went"))
@@ -115,6 +116,14 @@ def _add_nodes(nodes: argparse.ArgumentParser) -> None:
     nodes.add_argument("--json", action="store_true", help="print one JSON object per node")
     add_identity(nodes)
     nodes.set_defaults(run="kvrelay.cli.fleet:run_nodes")
+
+
+def _add_top(top: argparse.ArgumentParser) -> None:
+    top.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
+    top.add_argument("--interval-s", type=float, default=1.0, metavar="S", help="time between two looks")
+    top.add_argument("--frames", type=positive, metavar="N", help="end after so many tables; without it, when stopped")
+    add_identity(top)
+    top.set_defaults(run="kvrelay.cli.top:run")
 
 
 def _add_drain(drain: argparse.ArgumentParser) -> None:

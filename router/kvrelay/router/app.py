@@ -20,7 +20,7 @@ from kvrelay.index.mirror import IndexMirror
 from kvrelay.index.reader import PrefixReader
 from kvrelay.index.registry import NodeRegistry
 from kvrelay.index.router_loads import RouterLoads
-from kvrelay.proto import server
+from kvrelay.proto import convert, server
 from kvrelay.proto.gate import Gate
 from kvrelay.proto.server import Security
 from kvrelay.proto.tls import Tls
@@ -155,8 +155,14 @@ class Router:
     def _add_services(self, grpc_server: aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(self.inference, grpc_server)
         fleet_pb2_grpc.add_FleetServicer_to_server(
-            FleetServicer(self.fleet, self._placer.decisions, self._placer.preview), grpc_server
+            FleetServicer(self.fleet, self._placer.decisions, self._placer.preview, self._traffic), grpc_server
         )
+
+    def _traffic(self) -> fleet_pb2.TrafficReply:
+        reply = self.metrics.traffic()
+        reply.router.CopyFrom(convert.incarnation_to_pb(self.id))
+        reply.active_requests = self.inference.num_active
+        return reply
 
     def _report(self) -> None:
         missing = missing_for_service(self.fleet.nodes())

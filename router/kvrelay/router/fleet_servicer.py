@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,15 +31,27 @@ class Preview(Protocol):
 class FleetServicer(fleet_pb2_grpc.FleetServicer):
     """Lists nodes, drains them, fences dead ones, and says why a request went where it went."""
 
-    def __init__(self, fleet: FleetView, decisions: DecisionLog, preview: Preview) -> None:
+    def __init__(
+        self,
+        fleet: FleetView,
+        decisions: DecisionLog,
+        preview: Preview,
+        traffic: Callable[[], fleet_pb2.TrafficReply],
+    ) -> None:
         self._fleet = fleet
         self._decisions = decisions
         self._preview = preview
+        self._traffic = traffic
 
     async def ListNodes(
         self, request: fleet_pb2.ListNodesRequest, context: aio.ServicerContext[Any, Any]
     ) -> fleet_pb2.ListNodesReply:
         return fleet_pb2.ListNodesReply(nodes=self._fleet.records())
+
+    async def Traffic(
+        self, request: fleet_pb2.TrafficRequest, context: aio.ServicerContext[Any, Any]
+    ) -> fleet_pb2.TrafficReply:
+        return self._traffic()
 
     async def DrainNode(
         self, request: fleet_pb2.DrainNodeRequest, context: aio.ServicerContext[Any, Any]

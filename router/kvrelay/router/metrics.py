@@ -86,9 +86,50 @@ class RouterMetrics:
             for part in SECOND_PARTS:
                 self._second_parts.labels(part).observe(getattr(time, f"{part}_ms") / 1000)
 
+    def traffic(self) -> fleet_pb2.TrafficReply:
+        """Return the counts of `Fleet.Traffic`; who asks fills in the rest."""
+        prompt = _by_label(self._prompt, "source")
+        return fleet_pb2.TrafficReply(
+            requests=_by_label(self._requests, "status"),
+            output_tokens=int(_total(self._output)),
+            prompt_tokens=sum(prompt.values()),
+            cached_tokens=prompt.get("cached", 0),
+            ttft=_histogram_to_pb(self._ttft),
+            tbt=_histogram_to_pb(self._tbt),
+            confidence=_by_label(self._placements, "confidence"),
+        )
+
     def pace(self) -> Pace:
         """Return a stop watch for the tokens of one request."""
         return Pace(self._tbt, self._clock)
+
+
+def _by_label(counter: Counter, label: str) -> dict[str, int]:
+    return {
+        sample.labels[label]: int(sample.value)
+        for metric in counter.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    }
+
+
+def _total(counter: Counter) -> float:
+    return next(s.value for metric in counter.collect() for s in metric.samples if s.name.endswith("_total"))
+
+
+def _histogram_to_pb(histogram: Histogram) -> fleet_pb2.Histogram:
+    """Prometheus counts what is at most each bound; here each observation counts once."""
+    upto = [
+        (float(sample.labels["le"]), int(sample.value))
+        for metric in histogram.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_bucket")
+    ]
+    before = (0, *(count for _, count in upto))
+    return fleet_pb2.Histogram(
+        bounds_s=[bound for bound, _ in upto],
+        counts=[count - earlier for (_, count), earlier in zip(upto, before, strict=False)],
+    )
 
 
 class Pace:

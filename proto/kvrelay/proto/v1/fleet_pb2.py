@@ -25,19 +25,23 @@ _sym_db = _symbol_database.Default()
 from kvrelay.proto.v1 import common_pb2 as kvrelay_dot_proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvrelay/proto/v1/fleet.proto\x12\nkvrelay.v1\x1a\x1dkvrelay/proto/v1/common.proto\"\xba\x03\n\nNodeRecord\x12%\n\x04node\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.kvrelay.v1.NodeRole\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x11\n\tring_size\x18\x04 \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\x0c\x12\r\n\x05model\x18\x06 \x01(\t\x12\x10\n\x08model_id\x18\x07 \x01(\t\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\n \x01(\r\x12\x13\n\x0bpage_tokens\x18\x0b \x01(\r\x12\x10\n\x08\x64raining\x18\x0c \x01(\x08\x12\x13\n\x0btotal_pages\x18\r \x01(\x04\x12\x12\n\nfree_pages\x18\x0e \x01(\x04\x12\x17\n\x0f\x61\x63tive_requests\x18\x0f \x01(\x04\x12\x15\n\rqueued_tokens\x18\x10 \x01(\x04\x12\"\n\x04\x63ost\x18\x11 \x01(\x0b\x32\x14.kvrelay.v1.NodeCost\x12\x1f\n\x05links\x18\x12 \x03(\x0b\x32\x10.kvrelay.v1.Link\"\x8f\x01\n\x08NodeCost\x12\x0f\n\x07start_s\x18\x01 \x01(\x01\x12\x0f\n\x07token_s\x18\x02 \x01(\x01\x12\x0e\n\x06pair_s\x18\x03 \x01(\x01\x12\x0e\n\x06step_s\x18\x04 \x01(\x01\x12\x12\n\nsequence_s\x18\x05 \x01(\x01\x12\x17\n\x0f\x63ontext_token_s\x18\x06 \x01(\x01\x12\x14\n\x0cobservations\x18\x07 \x01(\x04\":\n\x04Link\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\x12\x0f\n\x07token_s\x18\x03 \x01(\x01\"Z\n\nRouterLoad\x12\'\n\x06router\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12#\n\x05loads\x18\x02 \x03(\x0b\x32\x14.kvrelay.v1.NodeLoad\"\x85\x01\n\x08NodeLoad\x12%\n\x04node\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x10\n\x08requests\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05pages\x18\x04 \x01(\x04\x12\x0f\n\x07works_s\x18\x05 \x03(\x02\x12\x10\n\x08recent_s\x18\x06 \x01(\x01\"\x12\n\x10ListNodesRequest\"7\n\x0eListNodesReply\x12%\n\x05nodes\x18\x01 \x03(\x0b\x32\x16.kvrelay.v1.NodeRecord\" \n\x10\x44rainNodeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\")\n\x0e\x44rainNodeReply\x12\x17\n\x0f\x61\x63tive_requests\x18\x01 \x01(\x04\"2\n\x10\x46\x65nceNodeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08start_id\x18\x02 \x01(\x04\"@\n\x0e\x46\x65nceNodeReply\x12\x0c\n\x04told\x18\x01 \x03(\t\x12\x11\n\tunreached\x18\x02 \x03(\t\x12\r\n\x05pages\x18\x03 \x01(\x04\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"8\n\x0ePreviewRequest\x12\x12\n\npacked_ids\x18\x01 \x01(\x0c\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\"\xd2\x01\n\x0c\x45xplainReply\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x18\n\x10index_confidence\x18\x02 \x01(\t\x12)\n\ncandidates\x18\x03 \x03(\x0b\x32\x15.kvrelay.v1.Candidate\x12\x36\n\x07refused\x18\x04 \x03(\x0b\x32%.kvrelay.v1.ExplainReply.RefusedEntry\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xec\x01\n\tCandidate\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.kvrelay.v1.NodeRole\x12\x11\n\tring_size\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x0f\n\x07total_s\x18\x05 \x01(\x01\x12\x32\n\x07parts_s\x18\x06 \x03(\x0b\x32!.kvrelay.v1.Candidate.PartsSEntry\x12\x0f\n\x07verdict\x18\x07 \x01(\t\x1a-\n\x0bPartsSEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*R\n\x08NodeRole\x12\x19\n\x15NODE_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_ROLE_PREFILL\x10\x01\x12\x14\n\x10NODE_ROLE_DECODE\x10\x02\x32\xde\x02\n\x05\x46leet\x12\x45\n\tListNodes\x12\x1c.kvrelay.v1.ListNodesRequest\x1a\x1a.kvrelay.v1.ListNodesReply\x12\x45\n\tDrainNode\x12\x1c.kvrelay.v1.DrainNodeRequest\x1a\x1a.kvrelay.v1.DrainNodeReply\x12\x45\n\tFenceNode\x12\x1c.kvrelay.v1.FenceNodeRequest\x1a\x1a.kvrelay.v1.FenceNodeReply\x12?\n\x07\x45xplain\x12\x1a.kvrelay.v1.ExplainRequest\x1a\x18.kvrelay.v1.ExplainReply\x12?\n\x07Preview\x12\x1a.kvrelay.v1.PreviewRequest\x1a\x18.kvrelay.v1.ExplainReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvrelay/proto/v1/fleet.proto\x12\nkvrelay.v1\x1a\x1dkvrelay/proto/v1/common.proto\"\xba\x03\n\nNodeRecord\x12%\n\x04node\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.kvrelay.v1.NodeRole\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x11\n\tring_size\x18\x04 \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\x0c\x12\r\n\x05model\x18\x06 \x01(\t\x12\x10\n\x08model_id\x18\x07 \x01(\t\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\n \x01(\r\x12\x13\n\x0bpage_tokens\x18\x0b \x01(\r\x12\x10\n\x08\x64raining\x18\x0c \x01(\x08\x12\x13\n\x0btotal_pages\x18\r \x01(\x04\x12\x12\n\nfree_pages\x18\x0e \x01(\x04\x12\x17\n\x0f\x61\x63tive_requests\x18\x0f \x01(\x04\x12\x15\n\rqueued_tokens\x18\x10 \x01(\x04\x12\"\n\x04\x63ost\x18\x11 \x01(\x0b\x32\x14.kvrelay.v1.NodeCost\x12\x1f\n\x05links\x18\x12 \x03(\x0b\x32\x10.kvrelay.v1.Link\"\x8f\x01\n\x08NodeCost\x12\x0f\n\x07start_s\x18\x01 \x01(\x01\x12\x0f\n\x07token_s\x18\x02 \x01(\x01\x12\x0e\n\x06pair_s\x18\x03 \x01(\x01\x12\x0e\n\x06step_s\x18\x04 \x01(\x01\x12\x12\n\nsequence_s\x18\x05 \x01(\x01\x12\x17\n\x0f\x63ontext_token_s\x18\x06 \x01(\x01\x12\x14\n\x0cobservations\x18\x07 \x01(\x04\":\n\x04Link\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\x12\x0f\n\x07token_s\x18\x03 \x01(\x01\"Z\n\nRouterLoad\x12\'\n\x06router\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12#\n\x05loads\x18\x02 \x03(\x0b\x32\x14.kvrelay.v1.NodeLoad\"\x85\x01\n\x08NodeLoad\x12%\n\x04node\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x10\n\x08requests\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05pages\x18\x04 \x01(\x04\x12\x0f\n\x07works_s\x18\x05 \x03(\x02\x12\x10\n\x08recent_s\x18\x06 \x01(\x01\"\x12\n\x10ListNodesRequest\"7\n\x0eListNodesReply\x12%\n\x05nodes\x18\x01 \x03(\x0b\x32\x16.kvrelay.v1.NodeRecord\"\x10\n\x0eTrafficRequest\"\xba\x03\n\x0cTrafficReply\x12\'\n\x06router\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x17\n\x0f\x61\x63tive_requests\x18\x02 \x01(\x04\x12\x38\n\x08requests\x18\x03 \x03(\x0b\x32&.kvrelay.v1.TrafficReply.RequestsEntry\x12\x15\n\routput_tokens\x18\x04 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x15\n\rcached_tokens\x18\x06 \x01(\x04\x12#\n\x04ttft\x18\x07 \x01(\x0b\x32\x15.kvrelay.v1.Histogram\x12\"\n\x03tbt\x18\x08 \x01(\x0b\x32\x15.kvrelay.v1.Histogram\x12<\n\nconfidence\x18\t \x03(\x0b\x32(.kvrelay.v1.TrafficReply.ConfidenceEntry\x1a/\n\rRequestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x31\n\x0f\x43onfidenceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"-\n\tHistogram\x12\x10\n\x08\x62ounds_s\x18\x01 \x03(\x01\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x04\" \n\x10\x44rainNodeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\")\n\x0e\x44rainNodeReply\x12\x17\n\x0f\x61\x63tive_requests\x18\x01 \x01(\x04\"2\n\x10\x46\x65nceNodeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08start_id\x18\x02 \x01(\x04\"@\n\x0e\x46\x65nceNodeReply\x12\x0c\n\x04told\x18\x01 \x03(\t\x12\x11\n\tunreached\x18\x02 \x03(\t\x12\r\n\x05pages\x18\x03 \x01(\x04\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"8\n\x0ePreviewRequest\x12\x12\n\npacked_ids\x18\x01 \x01(\x0c\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\"\xd2\x01\n\x0c\x45xplainReply\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x18\n\x10index_confidence\x18\x02 \x01(\t\x12)\n\ncandidates\x18\x03 \x03(\x0b\x32\x15.kvrelay.v1.Candidate\x12\x36\n\x07refused\x18\x04 \x03(\x0b\x32%.kvrelay.v1.ExplainReply.RefusedEntry\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xec\x01\n\tCandidate\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.kvrelay.v1.NodeRole\x12\x11\n\tring_size\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x0f\n\x07total_s\x18\x05 \x01(\x01\x12\x32\n\x07parts_s\x18\x06 \x03(\x0b\x32!.kvrelay.v1.Candidate.PartsSEntry\x12\x0f\n\x07verdict\x18\x07 \x01(\t\x1a-\n\x0bPartsSEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*R\n\x08NodeRole\x12\x19\n\x15NODE_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_ROLE_PREFILL\x10\x01\x12\x14\n\x10NODE_ROLE_DECODE\x10\x02\x32\x9f\x03\n\x05\x46leet\x12\x45\n\tListNodes\x12\x1c.kvrelay.v1.ListNodesRequest\x1a\x1a.kvrelay.v1.ListNodesReply\x12\x45\n\tDrainNode\x12\x1c.kvrelay.v1.DrainNodeRequest\x1a\x1a.kvrelay.v1.DrainNodeReply\x12\x45\n\tFenceNode\x12\x1c.kvrelay.v1.FenceNodeRequest\x1a\x1a.kvrelay.v1.FenceNodeReply\x12?\n\x07\x45xplain\x12\x1a.kvrelay.v1.ExplainRequest\x1a\x18.kvrelay.v1.ExplainReply\x12?\n\x07Traffic\x12\x1a.kvrelay.v1.TrafficRequest\x1a\x18.kvrelay.v1.TrafficReply\x12?\n\x07Preview\x12\x1a.kvrelay.v1.PreviewRequest\x1a\x18.kvrelay.v1.ExplainReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.proto.v1.fleet_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_TRAFFICREPLY_REQUESTSENTRY']._loaded_options = None
+  _globals['_TRAFFICREPLY_REQUESTSENTRY']._serialized_options = b'8\001'
+  _globals['_TRAFFICREPLY_CONFIDENCEENTRY']._loaded_options = None
+  _globals['_TRAFFICREPLY_CONFIDENCEENTRY']._serialized_options = b'8\001'
   _globals['_EXPLAINREPLY_REFUSEDENTRY']._loaded_options = None
   _globals['_EXPLAINREPLY_REFUSEDENTRY']._serialized_options = b'8\001'
   _globals['_CANDIDATE_PARTSSENTRY']._loaded_options = None
   _globals['_CANDIDATE_PARTSSENTRY']._serialized_options = b'8\001'
-  _globals['_NODEROLE']._serialized_start=1774
-  _globals['_NODEROLE']._serialized_end=1856
+  _globals['_NODEROLE']._serialized_start=2284
+  _globals['_NODEROLE']._serialized_end=2366
   _globals['_NODERECORD']._serialized_start=76
   _globals['_NODERECORD']._serialized_end=518
   _globals['_NODECOST']._serialized_start=521
@@ -52,26 +56,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTNODESREQUEST']._serialized_end=972
   _globals['_LISTNODESREPLY']._serialized_start=974
   _globals['_LISTNODESREPLY']._serialized_end=1029
-  _globals['_DRAINNODEREQUEST']._serialized_start=1031
-  _globals['_DRAINNODEREQUEST']._serialized_end=1063
-  _globals['_DRAINNODEREPLY']._serialized_start=1065
-  _globals['_DRAINNODEREPLY']._serialized_end=1106
-  _globals['_FENCENODEREQUEST']._serialized_start=1108
-  _globals['_FENCENODEREQUEST']._serialized_end=1158
-  _globals['_FENCENODEREPLY']._serialized_start=1160
-  _globals['_FENCENODEREPLY']._serialized_end=1224
-  _globals['_EXPLAINREQUEST']._serialized_start=1226
-  _globals['_EXPLAINREQUEST']._serialized_end=1262
-  _globals['_PREVIEWREQUEST']._serialized_start=1264
-  _globals['_PREVIEWREQUEST']._serialized_end=1320
-  _globals['_EXPLAINREPLY']._serialized_start=1323
-  _globals['_EXPLAINREPLY']._serialized_end=1533
-  _globals['_EXPLAINREPLY_REFUSEDENTRY']._serialized_start=1487
-  _globals['_EXPLAINREPLY_REFUSEDENTRY']._serialized_end=1533
-  _globals['_CANDIDATE']._serialized_start=1536
-  _globals['_CANDIDATE']._serialized_end=1772
-  _globals['_CANDIDATE_PARTSSENTRY']._serialized_start=1727
-  _globals['_CANDIDATE_PARTSSENTRY']._serialized_end=1772
-  _globals['_FLEET']._serialized_start=1859
-  _globals['_FLEET']._serialized_end=2209
+  _globals['_TRAFFICREQUEST']._serialized_start=1031
+  _globals['_TRAFFICREQUEST']._serialized_end=1047
+  _globals['_TRAFFICREPLY']._serialized_start=1050
+  _globals['_TRAFFICREPLY']._serialized_end=1492
+  _globals['_TRAFFICREPLY_REQUESTSENTRY']._serialized_start=1394
+  _globals['_TRAFFICREPLY_REQUESTSENTRY']._serialized_end=1441
+  _globals['_TRAFFICREPLY_CONFIDENCEENTRY']._serialized_start=1443
+  _globals['_TRAFFICREPLY_CONFIDENCEENTRY']._serialized_end=1492
+  _globals['_HISTOGRAM']._serialized_start=1494
+  _globals['_HISTOGRAM']._serialized_end=1539
+  _globals['_DRAINNODEREQUEST']._serialized_start=1541
+  _globals['_DRAINNODEREQUEST']._serialized_end=1573
+  _globals['_DRAINNODEREPLY']._serialized_start=1575
+  _globals['_DRAINNODEREPLY']._serialized_end=1616
+  _globals['_FENCENODEREQUEST']._serialized_start=1618
+  _globals['_FENCENODEREQUEST']._serialized_end=1668
+  _globals['_FENCENODEREPLY']._serialized_start=1670
+  _globals['_FENCENODEREPLY']._serialized_end=1734
+  _globals['_EXPLAINREQUEST']._serialized_start=1736
+  _globals['_EXPLAINREQUEST']._serialized_end=1772
+  _globals['_PREVIEWREQUEST']._serialized_start=1774
+  _globals['_PREVIEWREQUEST']._serialized_end=1830
+  _globals['_EXPLAINREPLY']._serialized_start=1833
+  _globals['_EXPLAINREPLY']._serialized_end=2043
+  _globals['_EXPLAINREPLY_REFUSEDENTRY']._serialized_start=1997
+  _globals['_EXPLAINREPLY_REFUSEDENTRY']._serialized_end=2043
+  _globals['_CANDIDATE']._serialized_start=2046
+  _globals['_CANDIDATE']._serialized_end=2282
+  _globals['_CANDIDATE_PARTSSENTRY']._serialized_start=2237
+  _globals['_CANDIDATE_PARTSSENTRY']._serialized_end=2282
+  _globals['_FLEET']._serialized_start=2369
+  _globals['_FLEET']._serialized_end=2784
 # @@protoc_insertion_point(module_scope)

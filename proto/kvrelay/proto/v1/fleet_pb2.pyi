@@ -301,6 +301,146 @@ class ListNodesReply(_message.Message):
 Global___ListNodesReply: _TypeAlias = ListNodesReply  # noqa: Y015
 
 @_typing.final
+class TrafficRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrafficRequest: _TypeAlias = TrafficRequest  # noqa: Y015
+
+@_typing.final
+class TrafficReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class RequestsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class ConfidenceEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ROUTER_FIELD_NUMBER: _builtins.int
+    ACTIVE_REQUESTS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    TBT_FIELD_NUMBER: _builtins.int
+    CONFIDENCE_FIELD_NUMBER: _builtins.int
+    active_requests: _builtins.int
+    """In work at this moment."""
+    output_tokens: _builtins.int
+    """Tokens sent to clients in finished requests."""
+    prompt_tokens: _builtins.int
+    """Prompt tokens of finished requests, and those of them that were cached."""
+    cached_tokens: _builtins.int
+    @_builtins.property
+    def router(self) -> _common_pb2.Incarnation:
+        """Incarnation of the router; when it changes, the counts start again."""
+
+    @_builtins.property
+    def requests(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Ended requests by the name of their gRPC status in lower case."""
+
+    @_builtins.property
+    def ttft(self) -> Global___Histogram: ...
+    @_builtins.property
+    def tbt(self) -> Global___Histogram: ...
+    @_builtins.property
+    def confidence(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Placements by how sure the prefix index was."""
+
+    def __init__(
+        self,
+        *,
+        router: _common_pb2.Incarnation | None = ...,
+        active_requests: _builtins.int = ...,
+        requests: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        output_tokens: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        ttft: Global___Histogram | None = ...,
+        tbt: Global___Histogram | None = ...,
+        confidence: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["router", b"router", "tbt", b"tbt", "ttft", b"ttft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "cached_tokens", b"cached_tokens", "confidence", b"confidence", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "router", b"router", "tbt", b"tbt", "ttft", b"ttft"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrafficReply: _TypeAlias = TrafficReply  # noqa: Y015
+
+@_typing.final
+class Histogram(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOUNDS_S_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def bounds_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Upper bounds in seconds, ascending; the last one is infinite."""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Observations within each bound and above the one before."""
+
+    def __init__(
+        self,
+        *,
+        bounds_s: _abc.Iterable[_builtins.float] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounds_s", b"bounds_s", "counts", b"counts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Histogram: _TypeAlias = Histogram  # noqa: Y015
+
+@_typing.final
 class DrainNodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -55,6 +55,11 @@ class FleetStub(object):
                 request_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainReply.FromString,
                 _registered_method=True)
+        self.Traffic = channel.unary_unary(
+                '/kvrelay.v1.Fleet/Traffic',
+                request_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.TrafficRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.TrafficReply.FromString,
+                _registered_method=True)
         self.Preview = channel.unary_unary(
                 '/kvrelay.v1.Fleet/Preview',
                 request_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.PreviewRequest.SerializeToString,
@@ -94,6 +99,13 @@ class FleetServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Traffic(self, request, context):
+        """What this router has served since it started, for live views: two answers give rates and times in between.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Preview(self, request, context):
         """Where a prompt would go now, and why; nothing is placed.
         """
@@ -123,6 +135,11 @@ def add_FleetServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainRequest.FromString,
                     response_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainReply.SerializeToString,
+            ),
+            'Traffic': grpc.unary_unary_rpc_method_handler(
+                    servicer.Traffic,
+                    request_deserializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.TrafficRequest.FromString,
+                    response_serializer=kvrelay_dot_proto_dot_v1_dot_fleet__pb2.TrafficReply.SerializeToString,
             ),
             'Preview': grpc.unary_unary_rpc_method_handler(
                     servicer.Preview,
@@ -239,6 +256,33 @@ class Fleet(object):
             '/kvrelay.v1.Fleet/Explain',
             kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainRequest.SerializeToString,
             kvrelay_dot_proto_dot_v1_dot_fleet__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Traffic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Fleet/Traffic',
+            kvrelay_dot_proto_dot_v1_dot_fleet__pb2.TrafficRequest.SerializeToString,
+            kvrelay_dot_proto_dot_v1_dot_fleet__pb2.TrafficReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,8 @@ class FleetStub:
     """
     Explain: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ExplainRequest, _fleet_pb2.ExplainReply]
     """Why a request went where it went. NOT_FOUND when this router has not placed it, or it was too long ago."""
+    Traffic: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.TrafficRequest, _fleet_pb2.TrafficReply]
+    """What this router has served since it started, for live views: two answers give rates and times in between."""
     Preview: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.PreviewRequest, _fleet_pb2.ExplainReply]
     """Where a prompt would go now, and why; nothing is placed."""
 
@@ -59,6 +61,8 @@ class FleetAsyncStub(FleetStub):
     """
     Explain: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ExplainRequest, _fleet_pb2.ExplainReply]  # type: ignore[assignment]
     """Why a request went where it went. NOT_FOUND when this router has not placed it, or it was too long ago."""
+    Traffic: _aio.UnaryUnaryMultiCallable[_fleet_pb2.TrafficRequest, _fleet_pb2.TrafficReply]  # type: ignore[assignment]
+    """What this router has served since it started, for live views: two answers give rates and times in between."""
     Preview: _aio.UnaryUnaryMultiCallable[_fleet_pb2.PreviewRequest, _fleet_pb2.ExplainReply]  # type: ignore[assignment]
     """Where a prompt would go now, and why; nothing is placed."""
 
@@ -97,6 +101,14 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.ExplainReply, _abc.Awaitable[_fleet_pb2.ExplainReply]]:
         """Why a request went where it went. NOT_FOUND when this router has not placed it, or it was too long ago."""
+
+    @_abc_1.abstractmethod
+    def Traffic(
+        self,
+        request: _fleet_pb2.TrafficRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.TrafficReply, _abc.Awaitable[_fleet_pb2.TrafficReply]]:
+        """What this router has served since it started, for live views: two answers give rates and times in between."""
 
     @_abc_1.abstractmethod
     def Preview(
