@@ -106,8 +106,11 @@ class MirrorState:
         by_slot = {known.slot: holder for holder, known in self._known.items()}
         found = dict.fromkeys(self._known, len(hashes))
         present = sum(1 << slot for slot in by_slot)
+        masks = self._masks
         for depth, one in enumerate(hashes):
-            still = present & self._masks.get(one, 0)
+            still = present & masks.get(one, 0)
+            if still == present:  # nearly always, and there may be thousands of blocks
+                continue
             for slot in _bits(present ^ still):
                 found[by_slot[slot]] = depth
             if not (present := still):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -126,11 +127,15 @@ class Books:
         return loads
 
     def tentative_blocks(self, hashes: Sequence[bytes]) -> dict[Incarnation, int]:
-        """Return how many leading blocks of a prompt each node has or will have by the requests placed on it."""
+        """Return how many leading blocks of a prompt each node has or will have by the requests placed on it.
+
+        A block's hash stands for all blocks before it, and requests are entered with all of theirs: what is missing is
+        missing from some block on, so halving finds it.
+        """
         found = {}
         for node, account in self.accounts.items():
-            missing = (at for at, one in enumerate(hashes) if one not in account.blocks)
-            if count := next(missing, len(hashes)):
+            blocks = account.blocks
+            if count := bisect_left(hashes, True, key=lambda one, blocks=blocks: one not in blocks):  # type: ignore[misc]
                 found[node] = count
         return found
 
@@ -140,10 +145,12 @@ class Books:
             account = self.accounts[share.node]
             account.requests -= 1
             account.pages -= share.pages
-            account.blocks.subtract(entry.hashes)
+            blocks = account.blocks
             for one in entry.hashes:
-                if account.blocks[one] <= 0:
-                    del account.blocks[one]
+                if blocks[one] > 1:
+                    blocks[one] -= 1
+                else:
+                    del blocks[one]
             if not account.requests:
                 del self.accounts[share.node]
 
