@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,13 +20,16 @@ from kvrelay.index.reader import PrefixReader
 from kvrelay.index.registry import NodeRegistry
 from kvrelay.index.server import EmbeddedServer
 from kvrelay.proto import convert
+from kvrelay.proto.gate import Gate
 from kvrelay.proto.server import connect, serve
-from kvrelay.proto.v1 import fleet_pb2, fleet_pb2_grpc
+from kvrelay.proto.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2
 from kvrelay.router.admission import Slo, Terms
+from kvrelay.router.app import Router
 from kvrelay.router.fleet import FleetView
 from kvrelay.router.peers import Placed
 from kvrelay.router.placer import IndexPlacer
-from kvrelay.router.tenants import Tenant, calling
+from kvrelay.router.tenants import Quota, Tenant, calling
+from router_stage import PlayedPrefill, playing, until
 
 RED, BLUE = Tenant("red"), Tenant("blue")
 TERMS = Terms(Slo.BATCH, 600.0)
@@ -126,3 +130,64 @@ async def test_who_is_over_quota_hears_which_one_and_when_to_come_back() -> None
 
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert dict(caught.value.trailing_metadata() or ())["retry-after-ms"] == "1500"
+
+
+# -- over gRPC, through a whole router
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ids-only")
+    (folder / "config.json").write_text('{"vocab_size": 256, "max_position_embeddings": 512, "eos_token_id": 255}')
+    return folder
+
+
+def all_calls_are_of(tenant: Tenant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the router's gate take every call for one of this tenant, without TLS and tokens."""
+
+    def check(_: str, __: aio.ServicerContext[Any, Any]) -> None:
+        calling.set(tenant)
+
+    gate = Gate(check, on_refused=lambda _: None)
+    monkeypatch.setattr(Router, "_security", lambda _: {"interceptors": (gate,)})
+
+
+def a_request() -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        tokens=inference_pb2.TokenPrompt(packed_ids=convert.pack_ids([1] * 20)),
+        sampling=common_pb2.Sampling(max_tokens=4),
+    )
+
+
+async def test_a_tenants_quota_holds_for_its_calls_and_ends_with_them(
+    server: EmbeddedServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_calls_are_of(Tenant("red", quota=Quota(max_requests=1)), monkeypatch)
+    async with playing(server, model, prefill=PlayedPrefill(silent_s=1.0)) as stage:
+        first = asyncio.create_task(stage.run(a_request()))
+        await until(lambda: stage.prefill.calls)
+        with pytest.raises(aio.AioRpcError, match="'red' has 1 requests in work, its quota max_requests") as caught:
+            await stage.run(a_request())
+        await first
+        cancelled = asyncio.create_task(stage.run(a_request()))
+        await until(lambda: len(stage.prefill.calls) == 2)
+        cancelled.cancel()
+        await until(lambda: stage.router.inference.num_active == 0)
+
+        assert (await stage.run(a_request()))[-1].HasField("finished")
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert int(dict(caught.value.trailing_metadata() or ())["retry-after-ms"]) > 0
+
+
+async def test_a_quota_of_tokens_counts_prompts_and_answers(
+    server: EmbeddedServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_calls_are_of(Tenant("red", quota=Quota(tokens_per_minute=60)), monkeypatch)
+    async with playing(server, model) as stage:
+        for _ in range(2):
+            await stage.run(a_request())
+        code, text = await stage.fails(a_request())
+
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "asks for 24 tokens" in text
+    assert "tokens_per_minute is 60" in text
