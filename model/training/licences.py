@@ -20,7 +20,8 @@ from sources import HELD_OUT, TRAINING, Source
 
 _FIELD = re.compile(r"^(Files|License):[ \t]*(.*(?:\n[ \t].*)*)", re.MULTILINE)
 _CLAIM = re.compile(
-    r"Attribution[- ](?:ShareAlike|NonCommercial|NoDerivs)|CC[- ]BY[- ](?:SA|NC|ND)\b|GNU Free Documentation License"
+    r"creativecommons\.org/licenses/by-[a-z-]+/[0-9.]+|CC[- ]BY[- ](?:SA|NC|ND)\b"
+    r"|Attribution[- ](?:ShareAlike|NonCommercial|NoDerivs)|GNU Free Documentation License"
     r"|(?:redistribute|distributed|licen[cs]ed)\b[^.]{0,120}"
     r"\b(?:GNU (?:Lesser |Library |Affero )?General Public|[AL]?GPL\b)",
     re.IGNORECASE,
@@ -33,7 +34,7 @@ class Found:
 
     copyright: str = ""
     link: str = ""  # the package whose documentation folder this one shares, when it has none of its own
-    claims: list[tuple[str, str]] = field(default_factory=list)  # (page, sentence)
+    claims: list[tuple[str, str]] = field(default_factory=list)  # (page, passage), each once
 
 
 def stated(copyright_text: str) -> list[tuple[str, str]]:
@@ -70,7 +71,7 @@ def read_package(source: Source, deb: Path) -> Found:
             if member.name == f"{folder}/copyright":
                 found.copyright = stream.read().decode(errors="replace")
             elif is_page(member.name, source):
-                found.claims += [(member.name, claim) for claim in claims(page(member.name, stream.read()))]
+                found.claims += [(member.name, claim) for claim in page_claims(member.name, stream.read())]
     return found
 
 
@@ -80,9 +81,11 @@ def is_page(name: str, source: Source) -> bool:
     return kind in HTML | PLAIN and not any(part in name for part in SKIP_ALWAYS + source.skip)
 
 
-def page(name: str, raw: bytes) -> str:
+def page_claims(name: str, raw: bytes) -> list[str]:
+    """Return what a page claims, each once; footers count too, which the corpus drops."""
     text = (gzip.decompress(raw) if name.endswith(".gz") else raw).decode(errors="replace")
-    return strip_html(text) if Path(name.removesuffix(".gz")).suffix.lower() in HTML else text
+    stripped = strip_html(text) if Path(name.removesuffix(".gz")).suffix.lower() in HTML else ""
+    return sorted(set(claims(text)) | set(claims(stripped)))
 
 
 def main() -> None:
