@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from grpc import aio
 
+from handoff_lab import ticking
 from kvrelay.core.types import Counters, Epoch, Incarnation
 from kvrelay.index.registry import NodeRegistry
 from kvrelay.kv_transfer.agent_thread import TransferThread
@@ -178,11 +179,11 @@ async def decode_peer(folder: Path, *, name: str = "decode-for-tests") -> AsyncI
     decode_pb2_grpc.add_DecodeNodeServicer_to_server(_AttachService(hub), server)  # type: ignore[abstract]
     hub.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    ticking = asyncio.create_task(hub.run())
+    timer = asyncio.create_task(ticking(hub))
     try:
         yield DecodePeer(hub, pool, allocator, admitted, failed)
     finally:
-        ticking.cancel()
+        timer.cancel()
         await server.stop(None)
         await asyncio.to_thread(thread.stop)
 

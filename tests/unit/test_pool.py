@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from kvrelay.core.layout import PageLayout
-from kvrelay.kvcache.checksum import checksum_ranges, checksum_slots
+from kvrelay.kvcache.checksum import checksum_ranges
 from kvrelay.kvcache.pool import LatentPool
 
 LAYOUT = PageLayout(
@@ -70,18 +70,6 @@ def test_bytes_put_into_the_memory_are_seen_as_rows() -> None:
     assert torch.equal(pool.read(0, torch.tensor([7]))[0], row)
 
 
-def test_a_copied_page_is_equal_in_every_layer() -> None:
-    pool = a_pool()
-    for layer in range(3):
-        pool.write(layer, torch.arange(4), torch.randn(4, 8))
-
-    pool.copy_page(0, 4)
-
-    for layer in range(3):
-        assert torch.equal(pool.layer(layer)[4], pool.layer(layer)[0])
-        assert not pool.layer(layer)[1].any()
-
-
 def test_the_checksum_is_xxh3_64_over_the_pieces_in_order() -> None:
     memory = memoryview(bytes(range(256)) * 4)
 
@@ -99,20 +87,6 @@ def test_one_changed_bit_changes_the_checksum() -> None:
     pool.memory()[77] ^= 1
 
     assert checksum_ranges(pool.memory(), [(0, pool.num_bytes)]) != before
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_slots_and_ranges_of_the_same_rows_have_one_checksum(dtype: str) -> None:
-    pool = a_pool(dtype=dtype)
-    layout = pool.layout
-    slots = torch.tensor([8, 9, 2, 19])
-    pool.write(1, slots, torch.randn(4, 8))
-    ranges = [
-        (layout.offset_bytes(layer=1, page=page, row=row, num_pages=5), rows * layout.row_bytes)
-        for page, row, rows in ((2, 0, 2), (0, 2, 1), (4, 3, 1))
-    ]
-
-    assert checksum_slots(pool, layer=1, slots_T=slots) == checksum_ranges(pool.memory(), ranges)
 
 
 def test_the_pool_outlives_its_views() -> None:

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.core.shard import Span, cut, owned, owner_of
+from kvrelay.core.shard import Span, cut, owned
 
 chunks = st.builds(lambda start, size: Span(start, start + size), st.integers(0, 5_000), st.integers(1, 5_000))
 rings = st.integers(1, 8)
@@ -36,16 +36,6 @@ def test_rank_zero_owns_the_last_token(chunk: Span, ring_size: int, align: int) 
 
     assert back.end == chunk.end
     assert back.num_tokens > 0
-
-
-@given(chunks, rings, aligns, st.data())
-def test_owner_of_is_the_inverse_of_owned(chunk: Span, ring_size: int, align: int, data: st.DataObject) -> None:
-    position = data.draw(st.integers(chunk.start, chunk.end - 1))
-
-    rank = owner_of(position, chunk, ring_size=ring_size, align_tokens=align)
-
-    spans = owned(chunk, rank=rank, ring_size=ring_size, align_tokens=align)
-    assert any(span.start <= position < span.end for span in spans)
 
 
 @given(chunks, rings)

@@ -4,7 +4,6 @@
     ├── InvalidRequestError      the client's mistake; nobody can serve this request
     ├── UnknownModelError        the client named a model that is not served
     ├── UnknownRequestError      nothing is known of this request (any more)
-    ├── MessageTooLargeError     the request is larger than the configured limit
     ├── QuotaError               the tenant has as much as it may have; says when to ask again
     ├── CapacityError            no room now; another node or a later moment may have it
     ├── UnavailableError         a node or service cannot be reached or is leaving
@@ -62,10 +61,6 @@ class UnknownModelError(ServeError):
 
 class UnknownRequestError(ServeError):
     status = Status.NOT_FOUND
-
-
-class MessageTooLargeError(ServeError):
-    status = Status.RESOURCE_EXHAUSTED
 
 
 class QuotaError(ServeError):

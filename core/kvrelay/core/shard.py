@@ -48,11 +48,3 @@ def owned(chunk: Span, *, rank: int, ring_size: int, align_tokens: int = 1) -> t
     """Return the two spans (front, back) of one rank, in position order."""
     spans = cut(chunk, ring_size=ring_size, align_tokens=align_tokens)
     return spans[rank], spans[2 * ring_size - 1 - rank]
-
-
-def owner_of(position: int, chunk: Span, *, ring_size: int, align_tokens: int = 1) -> int:
-    """Return the rank that computes `position` of the chunk."""
-    for index, span in enumerate(cut(chunk, ring_size=ring_size, align_tokens=align_tokens)):
-        if span.start <= position < span.end:
-            return min(index, 2 * ring_size - 1 - index)
-    raise ValueError(f"position {position} is outside [{chunk.start}, {chunk.end})")

@@ -16,7 +16,7 @@ from kvrelay.decode_node.compute import Compute
 from kvrelay.decode_node.serving import DecodeServer
 from kvrelay.decode_node.settings import DecodeSettings
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _CRASH_FLUSH_S = 0.5  # for the errors of running requests to leave
 
 
@@ -46,7 +46,7 @@ async def serve(settings: DecodeSettings, compute: Compute, node: Incarnation) -
     waits = [asyncio.create_task(one) for one in (stop.wait(), server.drain_asked.wait(), server.node.crashed.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if not server.node.crashed.is_set():
-        _log.info("draining: %d requests are here", server.node.records.num_active)
+        log.info("draining: %d requests are here", server.node.records.num_active)
         drained = keep(server.drained(), name="drain")
         await asyncio.wait((drained, waits[-1]), return_when=asyncio.FIRST_COMPLETED)
     if server.node.crashed.is_set():

@@ -22,7 +22,7 @@ from kvrelay.kvcache.sizing import pool_pages
 from kvrelay.model.checkpoint import load_model
 from kvrelay.model.transformer import Model
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def choose_device(name: str) -> torch.device:
@@ -73,7 +73,7 @@ class Compute:
             longest_tokens=model.config.max_model_len,
             on_gpu=on_gpu,
         )
-        _log.info("%s as %s on %s, %d pages", settings.model, model.dtype_name, device, num_pages)
+        log.info("%s as %s on %s, %d pages", settings.model, model.dtype_name, device, num_pages)
         return cls(device, model, LatentPool(layout, num_pages, device))
 
     def transfer(

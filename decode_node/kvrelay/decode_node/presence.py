@@ -14,7 +14,7 @@ from kvrelay.index.registry import NodeRegistry
 from kvrelay.proto.convert import incarnation_from_pb
 from kvrelay.proto.v1 import fleet_pb2
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Presence:
@@ -101,11 +101,11 @@ class Presence:
         try:
             await act()
         except StaleMessageError as err:
-            _log.error("this life of the node is over: %s", err)
+            log.error("this life of the node is over: %s", err)
             self._on_replaced()
         except UnavailableError as err:
             if self._reachable:
-                _log.warning("registry: %s", err)
+                log.warning("registry: %s", err)
             self._reachable = False
         else:
             self._reachable = True

@@ -20,7 +20,7 @@ from kvrelay.core.types import Counters, FinishReason, SampledToken
 from kvrelay.decode_node.engine import DecodeEngine, SequenceState
 from kvrelay.decode_node.scheduler import DecodeScheduler, Sequence
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class StepThread:
                 if batch := self._scheduler.plan():
                     self._report(self._step(batch))
         except Exception as err:  # the outermost edge of this thread
-            _log.exception("the step thread ends by a bug")
+            log.exception("the step thread ends by a bug")
             self._report(Crashed(f"{type(err).__name__}: {err}"))
 
     def _obey_commands(self) -> bool:
@@ -186,4 +186,4 @@ class StepThread:
         try:
             self._loop.call_soon_threadsafe(self._on_report, report)
         except RuntimeError:  # the loop is closed: the process is ending and nobody listens
-            _log.debug("%s came after the event loop had ended", type(report).__name__)
+            log.debug("%s came after the event loop had ended", type(report).__name__)

@@ -40,7 +40,7 @@ from kvrelay.proto.server import serve as serve_grpc
 from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, fleet_pb2
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _DRAIN_CHECK_S = 0.05
 _STOP_GRACE_S = 1.0
 

@@ -41,7 +41,7 @@ end
 return here
 """
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class IndexMirror:
@@ -108,7 +108,7 @@ class IndexMirror:
                 reachable = True
             except UnavailableError as err:
                 if reachable:
-                    _log.warning("the index mirror is cut off: %s", err)
+                    log.warning("the index mirror is cut off: %s", err)
                 reachable = False
                 await asyncio.sleep(_RETRY_S)
 

@@ -66,7 +66,7 @@ tell('x', '')
 """
 )
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class PrefixWriter:
@@ -111,7 +111,7 @@ class PrefixWriter:
         try:
             await ask(self._leave(keys=self._keys, args=[self._holder, 0, changes.MAX_ENTRIES]))
         except UnavailableError as err:
-            _log.info("not withdrawn from the index, its lease will: %s", err)
+            log.info("not withdrawn from the index, its lease will: %s", err)
         await self._redis.aclose()
 
     def publish(self, hashes: Sequence[bytes]) -> None:
@@ -139,7 +139,7 @@ class PrefixWriter:
                 else:
                     await self._send_pending()
             except UnavailableError as err:
-                _log.warning("blocks not published, trying again: %s", err)
+                log.warning("blocks not published, trying again: %s", err)
                 self._must_republish = True
                 await asyncio.sleep(_RETRY_S)
                 continue

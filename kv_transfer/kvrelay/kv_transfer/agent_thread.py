@@ -23,6 +23,8 @@ from kvrelay.kv_transfer.notice import NoticeKey
 from kvrelay.kv_transfer.outgoing import OnTransferEvents, Outgoing, Posting
 from kvrelay.kv_transfer.transport import Address, Transport
 
+log = logging.getLogger(__name__)
+
 # Polling each millisecond is as fast as polling without pause (2.9-3.4 GB/s over tcp) and leaves the core alone. While
 # our own writes are in flight it is three times as often: a notification goes out only when its poster polls.
 _POLL_READER_S = 0.001
@@ -170,7 +172,7 @@ class TransferThread:
         try:
             self._run(transport)
         except Exception:  # the outermost edge of a thread: nothing may end silently
-            logging.getLogger(__name__).exception("the transfer thread died")
+            log.exception("the transfer thread died")
             self._on_fatal()
 
     def _run(self, transport: Transport) -> None:

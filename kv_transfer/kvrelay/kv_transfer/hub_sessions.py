@@ -26,6 +26,8 @@ from kvrelay.kv_transfer.transport import Cells, agent_name
 from kvrelay.kv_transfer.values import Part, Request, Reservation
 from kvrelay.proto.v1 import handoff_pb2
 
+log = logging.getLogger(__name__)
+
 _MOST_TOMBSTONES = 4096
 _MAY_LAND = frozenset({State.RESERVED, State.ATTACHED, State.RECEIVING})
 
@@ -141,7 +143,7 @@ class HubSessions:
             self.feed(entry, event)
         except StaleMessageError as err:
             self.counters.add("handoff_events_stale_total")
-            logging.getLogger(__name__).info("ignored: %s", err)
+            log.info("ignored: %s", err)
 
     def feed(self, entry: Entry, event: ev.Event) -> None:
         session, before = entry.session, entry.session.state
@@ -173,7 +175,7 @@ class HubSessions:
             case ev.Drain():
                 self._thread.drain(self._limits.drain_s, lambda: self._from_thread(lambda: self._drained(entry)))
             case ev.Quarantine():
-                logging.getLogger(__name__).error(
+                log.error(
                     "epoch %s: %d pages are quarantined: no fence", entry.epoch, len(entry.session.reservation.pages)
                 )
                 self._callbacks.on_quarantined(entry.epoch)
@@ -239,7 +241,7 @@ class HubSessions:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:
             # The loop is closed: the process is ending, and nobody is left to be told.
-            logging.getLogger(__name__).warning("the event loop is closed")
+            log.warning("the event loop is closed")
 
 
 def remember(records: OrderedDict[K, V], key: K, value: V, *, most: int) -> None:

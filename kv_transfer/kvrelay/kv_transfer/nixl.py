@@ -36,6 +36,8 @@ from kvrelay.kv_transfer.transport import (
     digest,
 )
 
+log = logging.getLogger(__name__)
+
 NAME = "nixl"
 
 
@@ -121,7 +123,7 @@ class NixlTransport:
         try:
             self._agent.remove_remote_agent(peer)
         except self._errors as err:
-            logging.getLogger(__name__).warning("NIXL cannot forget %s: %r", peer, err)
+            log.warning("NIXL cannot forget %s: %r", peer, err)
 
     def post(self, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
         there = self._peer(peer).pool
@@ -172,7 +174,7 @@ class NixlTransport:
         try:
             handle.xfer.release()
         except self._errors as err:
-            logging.getLogger(__name__).warning("NIXL cannot release a write to %s: %r", handle.peer, err)
+            log.warning("NIXL cannot release a write to %s: %r", handle.peer, err)
         if handle.fence_cell is not None:
             self._free_cells.append(handle.fence_cell)
 
@@ -199,7 +201,7 @@ class NixlTransport:
             write.done = agent.transfer(write.xfer) == "DONE"
         except self._errors as err:
             # It may have been posted in part, so it is a handle that fails, not a post that never was.
-            logging.getLogger(__name__).warning("posting to %s: %r", peer, err)
+            log.warning("posting to %s: %r", peer, err)
         return write
 
 

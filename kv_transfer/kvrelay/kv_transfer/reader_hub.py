@@ -5,7 +5,6 @@ All methods run on the event loop's thread. Pages go back to their allocator in 
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Sequence
@@ -29,7 +28,6 @@ from kvrelay.kv_transfer.wire import address_to_pb, request_to_pb
 from kvrelay.proto.convert import epoch_to_pb, incarnation_to_pb, ms_to_pb, runs_to_pb
 from kvrelay.proto.v1 import handoff_pb2
 
-_TICK_S = 0.1
 _MOST_DEAD_WRITERS = 1024
 _BEFORE_ADMISSION = frozenset({State.RESERVED, State.ATTACHED, State.RECEIVING, State.SEALED})
 
@@ -158,12 +156,6 @@ class ReaderHub:
         self._sessions.feed(self._sessions.of_epoch(epoch), ev.Released())
 
     # ---- for the node ----
-
-    async def run(self) -> None:
-        """Let time pass, whether or not there is traffic, until cancelled."""
-        while True:
-            await asyncio.sleep(_TICK_S)
-            self.tick()
 
     def tick(self) -> None:
         # The time of the tick before: what was reported until then has been fed, whatever waits for the loop now.

@@ -38,6 +38,8 @@ from kvrelay.proto.convert import incarnation_to_pb
 from kvrelay.proto.server import connect
 from kvrelay.proto.v1 import decode_pb2_grpc, handoff_pb2
 
+log = logging.getLogger(__name__)
+
 _TICK_S = 0.1
 _GOODBYE_S = 2.0  # for decode to read our last words
 
@@ -250,7 +252,7 @@ class WriterEndpoint:
             actions = self._session.handle(event, now_s=self._clock())
         except StaleMessageError as err:
             self._counters.add("handoff_events_stale_total")
-            logging.getLogger(__name__).warning("ignored: %s", err)
+            log.warning("ignored: %s", err)
             return
         for action in actions:
             self._do(action)
@@ -311,4 +313,4 @@ class WriterEndpoint:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:
             # The loop is closed: the process is ending, and nobody is left to be told.
-            logging.getLogger(__name__).warning("%s: the event loop is closed", self._key)
+            log.warning("%s: the event loop is closed", self._key)

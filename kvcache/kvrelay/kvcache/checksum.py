@@ -16,8 +16,6 @@ import torch
 import xxhash
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvrelay.kvcache.pool import LatentPool
 
 
@@ -74,12 +72,3 @@ def start_pool_checksum(pool: LatentPool) -> Callable[[Sequence[tuple[int, int]]
         return finish
 
     return start
-
-
-def checksum_slots(pool: LatentPool, *, layer: int, slots_T: Tensor) -> int:
-    """Return the xxh3-64 of rows in slot order; equals `checksum_ranges` over the same bytes. Any device.
-
-    Copies the rows first; where the ranges are known and the pool is in host memory, `checksum_ranges` does not.
-    """
-    rows_TW = pool.read(layer, slots_T).cpu()
-    return xxhash.xxh3_64_intdigest(rows_TW.view(torch.uint8).numpy().data)

@@ -77,10 +77,6 @@ class LatentPool:
         """Return a copy rows_TW of the rows in `slots_T`, in the pool's dtype."""
         return self._rows[layer].index_select(0, slots_T)
 
-    def copy_page(self, src: int, dst: int) -> None:
-        """Copy page `src` to page `dst` in all layers."""
-        self._pages[:, dst].copy_(self._pages[:, src])
-
 
 def _map_host(num_bytes: int) -> mmap.mmap:
     """Return private anonymous memory, page aligned, in huge pages where the system grants them."""

@@ -27,7 +27,7 @@ from kvrelay.prefill_node.settings import PrefillSettings, RankPlace, rank_place
 from kvrelay.proto.convert import incarnation_from_pb, incarnation_to_pb
 from kvrelay.proto.v1 import common_pb2, fleet_pb2
 
-_LOG = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +57,7 @@ def start_step_thread(body: Callable[[], None], on_end: Callable[[], object]) ->
         try:
             body()
         except Exception as err:  # the outermost edge of a thread
-            _LOG.exception("the step thread died")
+            log.exception("the step thread died")
             die(f"step thread: {err}")
         on_end()
 

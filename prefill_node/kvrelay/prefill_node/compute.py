@@ -29,7 +29,7 @@ from kvrelay.prefill_node.ring import Ring
 from kvrelay.prefill_node.settings import PrefillSettings, RankPlace
 from kvrelay.proto.tls import Tls
 
-_LOG = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def align_tokens(device: torch.device) -> int:
@@ -87,7 +87,7 @@ class Compute:
             longest_tokens=model.config.max_model_len,
             on_gpu=device.type == "cuda",
         )
-        _LOG.info("rank %d: %s on %s, %d pages", place.rank, settings.model, device, num_pages)
+        log.info("rank %d: %s on %s, %d pages", place.rank, settings.model, device, num_pages)
         return cls(device, model, LatentPool(layout, num_pages, device))
 
     def start_transfer(

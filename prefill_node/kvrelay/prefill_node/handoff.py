@@ -18,7 +18,7 @@ from kvrelay.kvcache.pool import LatentPool
 from kvrelay.prefill_node.rank import Writer
 from kvrelay.proto.v1 import ring_pb2
 
-_LOG = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class WriterOpener:
@@ -100,7 +100,7 @@ class EndpointWriter:
         if isinstance(outcome, Failed):
             self.failure = outcome.reason
             if outcome.stuck:
-                _LOG.error("a hand-off holds its pages until this node restarts: %s", outcome.reason)
+                log.error("a hand-off holds its pages until this node restarts: %s", outcome.reason)
         else:
             self.settled = True
         self._wake()

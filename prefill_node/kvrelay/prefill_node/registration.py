@@ -15,7 +15,7 @@ from kvrelay.prefill_node.leases import Leases
 from kvrelay.proto.v1 import fleet_pb2
 
 _CHECKS_PER_LEASE = 10
-_LOG = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class LeaseThread:
@@ -107,9 +107,9 @@ class LeaseThread:
                     await registry.register(record, ttl_s)
                     known = True
             except UnavailableError as err:
-                _LOG.warning("the registry did not hear this heartbeat: %s", err)
+                log.warning("the registry did not hear this heartbeat: %s", err)
             except StaleMessageError as err:
-                _LOG.error("%s; this process drains and leaves", err)
+                log.error("%s; this process drains and leaves", err)
                 self._on_replaced()
                 await self._until_stopped()  # the drain may take long; leases are checked until its end
                 return
@@ -132,4 +132,4 @@ class LeaseThread:
         try:
             await registry.withdraw(self._node)
         except UnavailableError as err:
-            _LOG.info("not withdrawn from the registry, its lease will: %s", err)
+            log.info("not withdrawn from the registry, its lease will: %s", err)

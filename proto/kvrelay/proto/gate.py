@@ -16,7 +16,7 @@ from kvrelay.proto import tls
 
 _MAX_LOGGED = 1000
 _OPEN = ("/grpc.health.v1.",)
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Gate(aio.ServerInterceptor):
         seen = refusal.reason, context.peer().rpartition(":")[0]
         if seen not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(seen)
-            _log.warning("refused %s from %s: %s (said once)", method, seen[1], refusal.text)
+            log.warning("refused %s from %s: %s (said once)", method, seen[1], refusal.text)
         await context.abort(refusal.code, refusal.text)
 
 

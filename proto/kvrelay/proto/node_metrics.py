@@ -14,7 +14,7 @@ from kvrelay.core.types import Role
 from kvrelay.proto.v1 import common_pb2
 
 _TIMEOUT_S = 4.0
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # Counter of NodeStats -> (metric, what it counts). A counter that a role does not have is not shown.
 COUNTERS: dict[str, tuple[str, str]] = {
@@ -67,7 +67,7 @@ class NodeMetrics:
             stats = waiting.result(_TIMEOUT_S)
         except TimeoutError:
             waiting.cancel()
-            _log.warning("no metrics: the node gave no account within %g s", _TIMEOUT_S)
+            log.warning("no metrics: the node gave no account within %g s", _TIMEOUT_S)
             return
         yield from self.of(stats)
 

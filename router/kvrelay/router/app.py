@@ -40,7 +40,7 @@ from kvrelay.router.servicer import InferenceServicer
 from kvrelay.router.settings import RouterSettings
 from kvrelay.router.tenants import ClientCheck, Tokens
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Router:
@@ -169,7 +169,7 @@ class Router:
         if missing == self._missing or self._leaving:
             return
         self._missing = missing
-        _log.info("serving" if missing is None else f"not serving: {missing}")
+        log.info("serving" if missing is None else f"not serving: {missing}")
         assert self._server is not None, "the fleet is read after the server is there"
         self._health = keep(self._server.set_serving(missing is None), name="health")
 
@@ -182,7 +182,7 @@ async def serve(settings: RouterSettings) -> None:
     endpoint = await router.start()
     announce_ready(endpoint=endpoint, name=router.id.name)
     await stop.wait()
-    _log.info("stopping, %d requests to finish", router.inference.num_active)
+    log.info("stopping, %d requests to finish", router.inference.num_active)
     await router.drained()
     await router.release()
     # A gRPC server that shuts down answers a call that comes just then with CANCELLED, which no client repeats. When a

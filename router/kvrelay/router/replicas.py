@@ -18,7 +18,7 @@ from kvrelay.router.score import NO_LOAD, Load
 BUSY_S = 0.1  # between two exchanges while anything is placed anywhere
 IDLE_S = 1.0
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Replicas:
@@ -85,7 +85,7 @@ class Replicas:
                 reachable = True
             except UnavailableError as err:
                 if reachable:
-                    _log.warning("this router does not see what others place: %s", err)
+                    log.warning("this router does not see what others place: %s", err)
                 reachable = False
             is_busy = any(load.requests for load in (*self._own().values(), *self._others.values()))
             if is_busy and reachable:
