@@ -44,7 +44,7 @@ def flashmla_refuses(
 
 
 def load_flashmla() -> Attend:
-    from flash_mla import FlashMLASchedMeta, flash_mla_with_kvcache  # noqa: PLC0415 - optional
+    from flash_mla.flash_mla_interface import FlashMLASchedMeta, flash_mla_with_kvcache  # noqa: PLC0415 - optional
 
     def attend(q_BNW: Tensor, pool_PSW: Tensor, plan: PagedPlan, *, scale: float, latent_width: int) -> Tensor:
         # Its own schedule is made in the first layer of a step, on the device, and shared by the others.

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvrelay.kernels import quant
 from kvrelay.kernels.dispatch import Backend, choose
 from kvrelay.kernels.flashmla import flashmla_refuses, load_flashmla
 from kvrelay.kernels.merge import merge_partials
@@ -164,7 +165,7 @@ class MlaDecode(Protocol):
 @dataclass(frozen=True, slots=True)
 class Problem:
     device: str  # torch device type
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the pool; uint8 = quantised rows
     num_heads: int
     latent_width: int  # C
     row_width: int  # W
@@ -176,7 +177,7 @@ def mla_decode(q_BNW: Tensor, pool_PSW: Tensor, plan: DecodePlan, *, scale: floa
 
     Args:
         q_BNW: absorbed queries, then rotated rope queries.
-        pool_PSW: one layer of the pool; this step's rows are already written.
+        pool_PSW: one layer of the pool; this step's rows are already written. Rows of `quant` are uint8.
         plan: of this step.
         latent_width: C; values are the first C numbers of a row.
 
@@ -218,6 +219,8 @@ def _attend_group(q_GNW: Tensor, rows_W: Tensor, group: Group, scale: float, lat
             kv_W = rows_W.index_select(0, group.slots_GS[:, start : start + step].reshape(-1))
         else:
             kv_W = rows_W[group.run + start : group.run + min(start + step, num_rows)]
+        if kv_W.dtype == torch.uint8:
+            kv_W = quant.dequantise(kv_W, latent_width=latent_width)
         kv_GSW = kv_W.float().view(num_sequences, -1, row_width)
         bias_G1S = group.bias_G1S[..., start : start + step]
         scores_GNS = torch.baddbmm(bias_G1S, q_GNW, kv_GSW.transpose(1, 2), alpha=scale)

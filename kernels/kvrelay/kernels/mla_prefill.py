@@ -6,13 +6,16 @@ Shapes in this file: T query tokens, S keys, N heads, K = nope + R query/key wid
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvrelay.kernels import gpu_prefill
 from kvrelay.kernels.dispatch import Backend, choose
 from kvrelay.kernels.merge import merge_partials
 
@@ -43,12 +46,55 @@ def attend_block(q_TNK: Tensor, k_SNK: Tensor, v_SNV: Tensor, *, scale: float, c
         causal: T == S, and query i sees keys 0..i.
 
     Returns:
-        out_TNV fp32, normalised over these keys; lse_TN fp32 natural-log normaliser. Accumulates in fp32; memory grows
-        with T + S, never with T * S.
+        out_TNV, normalised over these keys: fp32, or the queries' half precision where a GPU's kernel rounds to it;
+        lse_TN fp32 natural-log normaliser. Accumulates in fp32; memory grows with T + S, never with T * S.
     """
     assert not causal or q_TNK.shape[0] == k_SNK.shape[0], "causal needs as many queries as keys"
     kernel = kernel_for(Problem(q_TNK.device.type, q_TNK.dtype, q_TNK.shape[-1], v_SNV.shape[-1]))
     return kernel(q_TNK, k_SNK, v_SNV, scale=scale, causal=causal)
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Where the requests of a batch lie in joined queries and keys; made once per step."""
+
+    queries: tuple[int, ...]  # tokens per request, each at least 1
+    keys: tuple[int, ...]  # likewise
+    query_starts: Tensor  # int32 on the device, [requests + 1]
+    key_starts: Tensor  # likewise
+
+    @classmethod
+    def make(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Ragged:
+        assert len(queries) == len(keys) > 0 < min(*queries, *keys), "every request has queries and keys"
+        starts = [torch.tensor([0, *accumulate(sizes)], dtype=torch.int32) for sizes in (queries, keys)]
+        return cls(tuple(queries), tuple(keys), *(start.to(device, non_blocking=True) for start in starts))
+
+
+def attend_ragged(
+    q_TNK: Tensor, k_SNK: Tensor, v_SNV: Tensor, ragged: Ragged, *, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return `attend_block` of each request of a batch over its own keys, joined like the queries; without padding.
+
+    Args:
+        ragged: of the batch; with `causal` every request has as many queries as keys.
+    """
+    assert not causal or ragged.queries == ragged.keys, "causal needs as many queries as keys"
+    problem = Problem(q_TNK.device.type, q_TNK.dtype, q_TNK.shape[-1], v_SNV.shape[-1])
+    if len(ragged.queries) > 1 and gpu_prefill.flash4_refuses(problem) is None:
+        return _flash4_ragged()(q_TNK, k_SNK, v_SNV, ragged, scale=scale, causal=causal)
+    parts = zip(
+        torch.split(q_TNK, list(ragged.queries)),
+        torch.split(k_SNK, list(ragged.keys)),
+        torch.split(v_SNV, list(ragged.keys)),
+        strict=True,
+    )
+    attended = [attend_block(q, k, v, scale=scale, causal=causal) for q, k, v in parts]
+    return torch.cat([out for out, _ in attended]), torch.cat([lse for _, lse in attended])
+
+
+@functools.cache
+def _flash4_ragged() -> Callable[..., tuple[Tensor, Tensor]]:
+    return gpu_prefill.load_flash4_ragged()
 
 
 @functools.cache
@@ -105,5 +151,7 @@ BACKENDS: tuple[Backend[Problem, AttendBlock], ...] = (  # best first; the last 
     # One core of an AMD EPYC, 16 heads, 192/128 wide, fp32, 512 queries over 4,096 keys: 376 ms against 514;
     # 8 heads, 96/64 wide: 98 against 186; causal 2,048: 107 against 164.
     Backend("cpu-flash", _cpu_flash_refuses, lambda: _cpu_flash),
+    Backend("flash-attn-4", gpu_prefill.flash4_refuses, gpu_prefill.load_flash4),
+    Backend("cudnn", gpu_prefill.cudnn_refuses, lambda: gpu_prefill.cudnn),
     Backend("torch", lambda _: None, lambda: _blocked),
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvrelay.core.errors import CapacityError
 
 MAX_SEQUENCES = 1024
-MAX_TILE_TOKENS = 64
+MAX_TILE_TOKENS = 32  # by measurement: two programs per processor fit, each with loads of two tiles in flight
 
 
 @dataclass(frozen=True, slots=True)

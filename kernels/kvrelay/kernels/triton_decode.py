@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvrelay.kernels import quant
 from kvrelay.kernels.paged_plan import PagedPlan
 
 HOST_PARTS = 6  # for the interpreter: few, but enough to cut sequences
@@ -39,8 +40,10 @@ def tuning_for(num_heads: int, dtype: torch.dtype) -> Tuning:
     if dtype == torch.float32:  # for checking, not for speed
         return Tuning(heads=16, programs_per_processor=1, num_warps=8, num_stages=1)
     if num_heads <= 16:
-        return Tuning(heads=16, programs_per_processor=1, num_warps=4, num_stages=2)
-    return Tuning(heads=64, programs_per_processor=1, num_warps=8, num_stages=2)
+        # H200, 64 sequences of 32K: 594 us; one program per processor with four stages 735, three with two 646, tiles
+        # of 64 rows 622 to 652, keys times queries (so that the matrix unit's 64 rows are tokens) 761.
+        return Tuning(heads=16, programs_per_processor=2, num_warps=4, num_stages=3)
+    return Tuning(heads=64, programs_per_processor=1, num_warps=8, num_stages=3)
 
 
 @functools.cache
@@ -60,14 +63,17 @@ def decode(
     tuning = tuning or tuning_for(num_heads, pool_PSW.dtype)
     head_blocks = triton.cdiv(num_heads, tuning.heads)
     parts = max(1, num_processors(q_BNW.device) * tuning.programs_per_processor // head_blocks)
-    q_BNW = q_BNW.to(pool_PSW.dtype).contiguous()
+    rows = _rows(pool_PSW, latent_width)
+    q_BNW = q_BNW.to(rows.rope.dtype).contiguous()
     out_BNC = q_BNW.new_empty(num_sequences, num_heads, latent_width, dtype=torch.float32)
     pieces_JNC = q_BNW.new_empty(parts + num_sequences, num_heads, latent_width, dtype=torch.float32)
     lse_JN = q_BNW.new_empty(parts + num_sequences, num_heads, dtype=torch.float32)
     rope_width = row_width - latent_width
     _decode[(head_blocks, parts)](
         q_BNW,
-        pool_PSW,
+        rows.latent,
+        rows.scales,
+        rows.rope,
         plan.page_table_BP,
         plan.lengths_B,
         plan.starts_B1,
@@ -86,12 +92,38 @@ def decode(
         H=tuning.heads,
         T=plan.tile_tokens,
         PAGE=plan.page_tokens,
+        GROUPS=rows.groups,
+        LATENT_STRIDE=rows.latent.shape[-1],
+        SCALE_STRIDE=rows.scales.shape[-1],
+        ROPE_STRIDE=rows.rope.shape[-1],
+        ROPE_AT=rows.rope.shape[-1] - rope_width,
         WIDEN=q_BNW.device.type == "cpu",
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
     join(out_BNC, pieces_JNC, lse_JN, plan, parts=parts)
     return out_BNC
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A layer of the pool by the types that are in it."""
+
+    latent: Tensor
+    scales: Tensor
+    rope: Tensor
+    groups: int  # per row with a scale of its own; 0 = not quantised
+
+
+def _rows(pool_PSW: Tensor, latent_width: int) -> Rows:
+    if pool_PSW.dtype != torch.uint8:
+        return Rows(pool_PSW, pool_PSW, pool_PSW, 0)
+    return Rows(
+        pool_PSW.view(quant.NUMBER),
+        pool_PSW.view(torch.float32),
+        pool_PSW.view(torch.bfloat16),
+        quant.groups_of(latent_width),
+    )
 
 
 def join(out_BNC: Tensor, pieces_JNC: Tensor, lse_JN: Tensor, plan: PagedPlan, *, parts: int) -> None:
@@ -116,7 +148,9 @@ def join(out_BNC: Tensor, pieces_JNC: Tensor, lse_JN: Tensor, plan: PagedPlan, *
 @triton.jit
 def _decode(
     q_ptr,
-    pool_ptr,
+    latent_ptr,
+    scales_ptr,
+    rope_ptr,
     table_ptr,
     lengths_ptr,
     starts_ptr,
@@ -135,9 +169,15 @@ def _decode(
     H: tl.constexpr,
     T: tl.constexpr,
     PAGE: tl.constexpr,
+    GROUPS: tl.constexpr,  # 0 = not quantised
+    LATENT_STRIDE: tl.constexpr,  # numbers per row
+    SCALE_STRIDE: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr,
+    ROPE_AT: tl.constexpr,
     WIDEN: tl.constexpr,  # the interpreter multiplies through numpy, which knows no bf16
 ):
     W: tl.constexpr = C + R
+    Q_DTYPE: tl.constexpr = tl.float32 if WIDEN else q_ptr.dtype.element_ty
     part = tl.program_id(1)
     head_H = tl.program_id(0) * H + tl.arange(0, H)
     col_C = tl.arange(0, C_BLOCK)
@@ -166,17 +206,36 @@ def _decode(
         sum_H = tl.zeros([H], tl.float32)
         acc_HC = tl.zeros([H, C_BLOCK], tl.float32)
         pages_ptr = table_ptr + seq.to(tl.int64) * table_stride
-        for first_row in tl.range((tile - seq_start) * T, (stop - seq_start) * T, T):
-            page = tl.load(pages_ptr + first_row // PAGE)
-            rows_ptr = pool_ptr + (page.to(tl.int64) * PAGE + first_row % PAGE) * W
+        end_row = (stop - seq_start) * T
+        page = tl.load(pages_ptr + (tile - seq_start) * T // PAGE, stop > tile, other=0)
+        for first_row in tl.range((tile - seq_start) * T, end_row, T):
+            top_row = page.to(tl.int64) * PAGE + first_row % PAGE
+            # One turn ahead, or the compiler would split its pipeline between this load and those of the rows.
+            page = tl.load(pages_ptr + (first_row + T) // PAGE, first_row + T < end_row, other=0)
             seen_T = first_row + row_T < length
             # Rows behind the end may hold anything, so they are never read: a weight of 0 lets not-a-number through.
             kv_TC = tl.load(
-                rows_ptr + row_T[:, None] * W + col_C[None, :], seen_T[:, None] & (col_C < C)[None, :], other=0.0
+                latent_ptr + top_row * LATENT_STRIDE + row_T[:, None] * LATENT_STRIDE + col_C[None, :],
+                seen_T[:, None] & (col_C < C)[None, :],
+                other=0.0,
             )
             k_TR = tl.load(
-                rows_ptr + row_T[:, None] * W + C + col_R[None, :], seen_T[:, None] & (col_R < R)[None, :], other=0.0
+                rope_ptr + top_row * ROPE_STRIDE + ROPE_AT + row_T[:, None] * ROPE_STRIDE + col_R[None, :],
+                seen_T[:, None] & (col_R < R)[None, :],
+                other=0.0,
             )
+            if GROUPS:
+                scale_TG = tl.load(
+                    scales_ptr
+                    + (top_row * SCALE_STRIDE + C // 4)
+                    + row_T[:, None] * SCALE_STRIDE
+                    + tl.arange(0, GROUPS)[None, :],
+                    seen_T[:, None],
+                    other=0.0,
+                )
+                # Powers of two: exact in bf16.
+                kv_TGX = tl.reshape(kv_TC.to(Q_DTYPE), (T, GROUPS, C_BLOCK // GROUPS))
+                kv_TC = tl.reshape(kv_TGX * scale_TG.to(Q_DTYPE)[:, :, None], (T, C_BLOCK))
             if WIDEN:
                 kv_TC = kv_TC.to(tl.float32)
                 k_TR = k_TR.to(tl.float32)

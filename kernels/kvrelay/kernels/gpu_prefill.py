@@ -1,0 +1,97 @@
+"""Attention blocks on a GPU through the kernels that others ship: FlashAttention-4 and cuDNN.
+
+Both round their output to the dtype of the queries and give the normaliser in fp32.
+
+Shapes in this file: T query tokens, S keys, N heads, K = nope + R query/key width, V value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvrelay.kernels.mla_prefill import Problem, Ragged
+
+HALVES = (torch.bfloat16, torch.float16)
+MLA_WIDTHS = (192, 128)
+Attended = tuple[Tensor, Tensor]
+
+
+def flash4_refuses(problem: Problem) -> str | None:
+    """Return None, or the reason FlashAttention-4 cannot run."""
+    why = _half_on_cuda(problem)
+    if why is not None:
+        return why
+    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+        return "package flash-attn-4 is not installed"
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        return f"is for Hopper and Blackwell, not compute capability {torch.cuda.get_device_capability()}"
+    widths = problem.key_width, problem.value_width
+    if widths != MLA_WIDTHS and not (widths[0] == widths[1] <= 128 and widths[0] % 8 == 0):
+        return f"takes heads of 192/128, or of one width up to 128, not {widths[0]}/{widths[1]}"
+    return None
+
+
+def cudnn_refuses(problem: Problem) -> str | None:
+    """Return None, or the reason cuDNN cannot run."""
+    why = _half_on_cuda(problem)
+    if why is not None:
+        return why
+    if torch.cuda.get_device_capability()[0] < 9:
+        return f"needs compute capability 9, this is {torch.cuda.get_device_capability()}"
+    if problem.key_width % 8 or problem.value_width % 8 or max(problem.key_width, problem.value_width) > 256:
+        return f"takes widths that are multiples of 8 up to 256, not {problem.key_width}/{problem.value_width}"
+    return None
+
+
+def _half_on_cuda(problem: Problem) -> str | None:
+    if problem.device != "cuda":
+        return f"runs on cuda, not {problem.device}"
+    return None if problem.dtype in HALVES else f"takes bf16 and fp16, not {problem.dtype}"
+
+
+def load_flash4() -> Callable[..., Attended]:
+    from flash_attn.cute import flash_attn_func  # noqa: PLC0415 - optional
+
+    def attend(q_TNK: Tensor, k_SNK: Tensor, v_SNV: Tensor, *, scale: float, causal: bool) -> Attended:
+        out_1TNV, lse_1NT = flash_attn_func(
+            q_TNK[None], k_SNK[None], v_SNV[None], softmax_scale=scale, causal=causal, return_lse=True
+        )
+        return out_1TNV[0], lse_1NT[0].transpose(0, 1)
+
+    return attend
+
+
+def load_flash4_ragged() -> Callable[..., Attended]:
+    from flash_attn.cute import flash_attn_varlen_func  # noqa: PLC0415 - optional
+
+    def attend(q_TNK: Tensor, k_SNK: Tensor, v_SNV: Tensor, ragged: Ragged, *, scale: float, causal: bool) -> Attended:
+        out_TNV, lse_NT = flash_attn_varlen_func(
+            q_TNK, k_SNK, v_SNV,
+            cu_seqlens_q=ragged.query_starts,
+            cu_seqlens_k=ragged.key_starts,
+            max_seqlen_q=max(ragged.queries),
+            max_seqlen_k=max(ragged.keys),
+            softmax_scale=scale,
+            causal=causal,
+            return_lse=True,
+        )  # fmt: skip
+        return out_TNV, lse_NT.transpose(0, 1)
+
+    return attend
+
+
+def cudnn(q_TNK: Tensor, k_SNK: Tensor, v_SNV: Tensor, *, scale: float, causal: bool) -> Attended:
+    """cuDNN through torch. Its causal mask starts at the top left, which is ours, as T == S then. A plan is built for
+    every new length and each thread, some tens of ms: bucket lengths where that matters."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_TNK, k_SNK, v_SNV))
+    attended = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001 - the only one that gives the normaliser
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+    out_1NTV, lse_1NT = attended[0], attended[1].view(1, q.shape[1], q.shape[2])
+    return out_1NTV[0].transpose(0, 1), lse_1NT[0].transpose(0, 1)
