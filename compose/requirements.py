@@ -11,11 +11,10 @@ from pathlib import Path
 
 
 def requirements(extras: list[str]) -> list[str]:
-    """Return the package's requirements with these extras, and what builds it."""
+    """Return the package's requirements with these extras."""
     found = tomllib.loads(Path("pyproject.toml").read_text())
     optional = found["project"]["optional-dependencies"]
     return [
-        *found["build-system"]["requires"],
         *found["project"]["dependencies"],
         *(requirement for extra in extras for requirement in optional[extra]),
     ]

@@ -21,7 +21,7 @@ fi
 if ! ls "$offline"/torch-*.whl >/dev/null 2>&1; then
     (cd "$root" && "$python" compose/requirements.py node) >"$offline/requirements.txt"
     "$python" -m pip --quiet --disable-pip-version-check download --dest "$offline" -c "$root/constraints.txt" \
-        -r "$offline/requirements.txt" async-timeout setuptools wheel >&2
+        -r "$offline/requirements.txt" "hatchling>=1.27" async-timeout setuptools wheel >&2
 fi
 if [ -n "${SSL_CERT_FILE:-}" ] && [ -f "${SSL_CERT_FILE:-}" ]; then
     cp "$SSL_CERT_FILE" "$offline/ca.pem"

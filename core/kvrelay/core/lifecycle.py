@@ -12,16 +12,18 @@ import socket
 import sys
 from typing import NoReturn
 
+from kvrelay.core import logs
 from kvrelay.core.types import Incarnation, Role
 
 _PR_SET_PDEATHSIG = 1
 log = logging.getLogger(__name__)
-LOG_FORMAT = "%(asctime)s %(levelname).1s %(process)d %(name)s: %(message)s"
 
 
-def set_up_logging(level: str) -> None:
+def set_up_logging(level: str, log_format: logs.LogFormat = "text") -> None:
     """Log to stderr; stdout carries only the ready line."""
-    logging.basicConfig(stream=sys.stderr, level=level.upper(), format=LOG_FORMAT)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logs.formatter(log_format))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def new_incarnation(name: str, role: Role | str) -> Incarnation:

@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsC
 
 from kvrelay.core.clock import MAX_TIME_LIMIT_S
 from kvrelay.core.errors import SettingsError
+from kvrelay.core.logs import LogFormat
 
 _ADDRESS = r"^.+:\d{1,5}$"
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -46,6 +47,10 @@ class CommonSettings(BaseSettings):
     advertise: str = Field("", description="host:port told to the others; empty = the bound or this host's address")
     index_url: str = Field("redis://127.0.0.1:6379/0", description="Redis-protocol server of the index and registry")
     log_level: LogLevel = Field("info", description="debug, info, warning or error")
+    log_format: LogFormat = Field("text", description="text, or json: one object per line, with the request's id")
+    trace_exporter: str = Field(
+        "", description="OpenTelemetry span exporter, e.g. otlp_proto_grpc; needs the extra otel; empty = none"
+    )
     metrics_listen: str = Field("", description="host:port of the Prometheus endpoint; empty = none, port 0 = any free")
     max_message_mib: int = Field(32, ge=1, le=1024, description="largest gRPC message in MiB; 4 bytes per prompt token")
     tls_ca: str = Field("", description="PEM file of the fleet's CA; set = mutual TLS everywhere, empty = plain text")

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from kvrelay.core import otel
 from kvrelay.core.errors import ServeError
 from kvrelay.core.lifecycle import StopSignals, announce_ready, die, end_process, new_incarnation, set_up_logging
 from kvrelay.core.settings import load
@@ -27,9 +28,10 @@ def main(argv: Sequence[str]) -> int:
         ServeError: it cannot start; the message says why.
     """
     settings = load(DecodeSettings, list(argv), prog="kvrelay decode")
-    set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level, settings.log_format)
     watch_threads(die)
     node = new_incarnation(settings.name, Role.DECODE)
+    otel.export(settings.trace_exporter, service=node.name)
     compute = Compute.load(settings)
     status = asyncio.run(serve(settings, compute, node))
     # A peer may still be writing into the pool; unmapping it on the way out would crash in the transport's threads.

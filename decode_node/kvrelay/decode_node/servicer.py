@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from grpc import aio
 
+from kvrelay.core import tracing
 from kvrelay.core.errors import ServeError
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.types import SampledToken
@@ -40,7 +42,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
         self, request: decode_pb2.ReserveRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.ReserveReply:
         async with grpc_status(context):
-            return decode_pb2.ReserveReply(ticket=await self._node.reserve(_ask(request, self._max_request_s)))
+            with _span("reserve", request.request, context):
+                return decode_pb2.ReserveReply(ticket=await self._node.reserve(_ask(request, self._max_request_s)))
 
     async def Attach(
         self, request_iterator: AsyncIterator[handoff_pb2.WriterEvent], context: aio.ServicerContext[Any, Any]
@@ -54,8 +57,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
         async with grpc_status(context):
             record = self._node.open_stream(request_from_pb(request.request), convert.epoch_from_pb(request.epoch))
             try:
-                async for event in _events(record):
-                    yield event
+                with _span("decode", request.request, context):
+                    async for event in _events(record):
+                        yield event
             finally:
                 self._node.close_stream(record)
 
@@ -89,6 +93,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
         writer = request.writer
         pages = self._hub.fence(writer.name, start_id=writer.start_id, alive=alive, why="fenced by an operator")
         return decode_pb2.FenceWriterReply(pages=pages)
+
+
+def _span(
+    name: str, request: common_pb2.RequestRef, context: aio.ServicerContext[Any, Any]
+) -> AbstractContextManager[tracing.Trace]:
+    parent = tracing.incoming(context.invocation_metadata())
+    return tracing.span(name, of=request.request_id, parent=parent)
 
 
 def _ask(message: decode_pb2.ReserveRequest, max_request_s: float) -> Ask:

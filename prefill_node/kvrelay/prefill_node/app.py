@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
+from kvrelay.core import otel
 from kvrelay.core.errors import ServeError
 from kvrelay.core.lifecycle import die, die_with_parent, new_incarnation, set_up_logging
 from kvrelay.core.settings import load
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     """
     settings = load(PrefillSettings, list(argv), prog="kvrelay prefill")
     place = rank_place(settings)
-    set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level, settings.log_format)
     watch_threads(die)
     if place.rank == 0:
         return _lead(settings, place, argv)
@@ -76,6 +77,7 @@ def _lead(settings: PrefillSettings, place: RankPlace, argv: Sequence[str]) -> i
         threading.Thread(target=_watch, args=(child, stopping), name="watch", daemon=True).start()
     compute = Compute.load(settings, place)
     node = new_incarnation(settings.name, Role.PREFILL)
+    otel.export(settings.trace_exporter, service=node.name)
     group = None
     ranks = [RankInfo(compute.pool.num_pages)]
     if place.ring_size > 1:

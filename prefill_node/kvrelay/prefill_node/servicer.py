@@ -11,7 +11,7 @@ from typing import Any
 
 from grpc import aio
 
-from kvrelay.core import hash_on_loop
+from kvrelay.core import hash_on_loop, tracing
 from kvrelay.core.clock import Deadline, monotonic
 from kvrelay.core.errors import (
     DeadlineError,
@@ -94,9 +94,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
             remaining_s = context.time_remaining()
             limit_s = self._facts.max_request_s if remaining_s is None else remaining_s
             run = self._run(job, incarnation_from_pb(request.holder), Deadline.after(limit_s))
-            async with aclosing(run) as events:  # a caller that goes away ends the job at once
-                async for event in events:
-                    yield event
+            parent = tracing.incoming(context.invocation_metadata())
+            with tracing.span("prefill", of=request.request.request_id, parent=parent):
+                async with aclosing(run) as events:  # a caller that goes away ends the job at once
+                    async for event in events:
+                        yield event
 
     async def Abort(
         self, request: common_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]

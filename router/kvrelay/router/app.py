@@ -10,7 +10,7 @@ from pathlib import Path
 import uvloop
 from grpc import aio
 
-from kvrelay.core import telemetry
+from kvrelay.core import otel, telemetry
 from kvrelay.core.address import advertised
 from kvrelay.core.lifecycle import StopSignals, announce_ready, die, end_process, new_incarnation, set_up_logging
 from kvrelay.core.settings import load
@@ -179,6 +179,7 @@ async def serve(settings: RouterSettings) -> None:
     watch_loop(asyncio.get_running_loop(), die)
     stop = StopSignals(asyncio.get_running_loop())
     router = Router(settings)
+    otel.export(settings.trace_exporter, service=router.id.name)
     endpoint = await router.start()
     announce_ready(endpoint=endpoint, name=router.id.name)
     await stop.wait()
@@ -193,7 +194,7 @@ async def serve(settings: RouterSettings) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run a router with the options of its command line."""
     settings = load(RouterSettings, list(argv), prog="kvrelay router")
-    set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level, settings.log_format)
     watch_threads(die)
     uvloop.run(serve(settings))
     return 0

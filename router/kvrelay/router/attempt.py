@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from grpc import aio
 
+from kvrelay.core import tracing
 from kvrelay.core.clock import Deadline
 from kvrelay.core.errors import DeadlineError, Status, UnavailableError
 from kvrelay.core.grpc_status import from_rpc_error
@@ -111,7 +112,9 @@ class Attempt:
         )
         self._begun.add(Role.DECODE)
         try:
-            reply = await self._shared.peers.decode(node).Reserve(request, timeout=self._deadline.remaining_s())
+            reply = await self._shared.peers.decode(node).Reserve(
+                request, timeout=self._deadline.remaining_s(), metadata=tracing.outgoing()
+            )
         except aio.AioRpcError as err:
             cause = from_rpc_error(err, peer=str(node.incarnation))
             if cause.status is Status.CANCELLED:
@@ -129,7 +132,7 @@ class Attempt:
         if self._placed.decode is not None and self._ticket is not None:
             decode = self._shared.peers.decode(self._placed.decode)
             request = decode_pb2.DecodeRequest(request=self._ref, epoch=self._ticket.epoch)
-            self._legs.start(Role.DECODE, decode.Decode(request, timeout=timeout_s))
+            self._legs.start(Role.DECODE, decode.Decode(request, timeout=timeout_s, metadata=tracing.outgoing()))
         node = self._placed.prefill
         prefill = self._shared.peers.prefill(node)
         self._begun.add(Role.PREFILL)
@@ -145,6 +148,7 @@ class Attempt:
                 prefix_seed=self._placed.prefix_seed,
             ),
             timeout=timeout_s,
+            metadata=tracing.outgoing(),
         )
         self._hold(Role.PREFILL, node)
         self._legs.start(Role.PREFILL, call)

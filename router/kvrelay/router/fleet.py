@@ -101,6 +101,7 @@ class FleetView:
         self._clock = clock
         self._records: list[fleet_pb2.NodeRecord] = []
         self._nodes: dict[Incarnation, NodeView] = {}
+        self._told_to_leave: set[Incarnation] = set()
         self._aside_until_s: dict[Incarnation, float] = {}
         self._channels: dict[str, aio.Channel] = {}
         # A node that left the registry may still be streaming, so its channel is closed only when no request can be.
@@ -154,6 +155,7 @@ class FleetView:
     def mark_draining(self, node: Incarnation) -> None:
         """Place nothing more on a node, ahead of its own next heartbeat."""
         if node in self._nodes:
+            self._told_to_leave.add(node)
             self._nodes[node] = replace(self._nodes[node], draining=True)
 
     async def refresh(self) -> None:
@@ -174,7 +176,11 @@ class FleetView:
         nodes = [node for node in map(view_of, records) if node is not None]
         self._log_changes({node.incarnation: node for node in nodes})
         self._records = records
-        self._nodes = {node.incarnation: node for node in nodes}
+        self._told_to_leave &= {node.incarnation for node in nodes}
+        self._nodes = {
+            node.incarnation: replace(node, draining=node.draining or node.incarnation in self._told_to_leave)
+            for node in nodes
+        }
         self.usual_link_s = usual_link_s(nodes)
         self._aside_until_s = {name: until for name, until in self._aside_until_s.items() if name in self._nodes}
         in_use = {node.endpoint for node in nodes}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from grpc import aio
 
+from kvrelay.core import tracing
 from kvrelay.core.clock import Deadline
 from kvrelay.core.errors import (
     DeadlineError,
@@ -95,7 +96,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 try:
                     if self._is_closed:
                         raise UnavailableError("this router is stopping; another one may serve the request")
-                    async with asyncio.timeout(limit_s):
+                    async with asyncio.timeout(limit_s), self._traced(context):
                         slo = service_class(request.service_class)
                         valid = await self._let_in(request, timer)
                         with self._charged(valid) as output:
@@ -113,6 +114,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             self.num_active -= 1
             self._metrics.ended(status)
+
+    @asynccontextmanager
+    async def _traced(self, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+        """Give the request its id, and a place in its caller's trace."""
+        parent = tracing.incoming(context.invocation_metadata())
+        with tracing.span("generate", of=secrets.token_hex(8), parent=parent):
+            yield
 
     def close(self) -> None:
         """Refuse requests that come from now on, before anything is done for them."""
@@ -172,7 +180,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         deadline: Deadline,
         output: Output,
     ) -> None:
-        job = Job(secrets.token_hex(8), valid.prompt_T, valid.sampling, slo)
+        job = Job(tracing.request_id.get(), valid.prompt_T, valid.sampling, slo)
         stream = ClientStream(job.request_id, valid.prompt_tokens, output, context.write)
         run = self._orchestrator.start(job, timer=timer, deadline=deadline)
         reason = await self._follow(run, stream, seed=valid.sampling.seed)
