@@ -118,13 +118,25 @@ def test_owned_ranges_and_slots_cover_each_position_for_exactly_one_rank(
     found: list[int] = []
     for rank in range(3):
         spans = owned_ranges(Span(start, end), owners, rank=rank, page_tokens=PAGE_TOKENS)
-        slots = ring_plan.owned_slots(table, Span(start, end), rank=rank)
+        slots = ring_plan.stored_rows(table, (Span(start, end),), rank=rank).slots
         expected = [int(table.pages[p // PAGE_TOKENS]) * PAGE_TOKENS + p % PAGE_TOKENS for p in positions(spans)]
         assert slots.tolist() == expected
         assert all(a.end < b.start for a, b in pairwise(spans))
         found += positions(spans)
 
     assert sorted(found) == list(range(start, end))
+
+
+@given(owners=st.lists(st.integers(0, 2), min_size=1, max_size=20), data=st.data())
+def test_the_positions_before_a_chunk_are_counted_and_found_page_by_page(
+    owners: list[int], data: st.DataObject
+) -> None:
+    end = data.draw(st.integers(0, len(owners) * PAGE_TOKENS))
+    table = a_table(owners)
+    expected = [ring_plan.stored_rows(table, (Span(0, end),), rank=rank).slots.tolist() for rank in range(3)]
+
+    assert [ring_plan.owned_slots(table, end, rank=rank).tolist() for rank in range(3)] == expected
+    assert ring_plan.num_owned(table, end, ring_size=3) == [len(slots) for slots in expected]
 
 
 def test_pages_are_spread_so_that_no_rank_holds_many_more_than_its_share() -> None:

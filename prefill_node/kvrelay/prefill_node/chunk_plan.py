@@ -61,12 +61,13 @@ class ChunkPlanner:
 
     def _earlier_laps(self, table: PageTable, chunk: Span, num_queries: int) -> list[Lap]:
         """Return laps over the positions before the chunk: each rank's rows in sub-blocks, seen whole by all."""
-        earlier, limit = Span(0, chunk.start), self._ring_block_tokens
-        owned = [ring_plan.owned_slots(table, earlier, rank=rank) for rank in range(self._size)]
-        own_slots = torch.from_numpy(owned[self._rank]).to(self._device)
+        limit = self._ring_block_tokens
+        # Of the other ranks only the numbers are needed; slot by slot, a long prompt's chunks would cost its square.
+        owned = ring_plan.num_owned(table, chunk.start, ring_size=self._size)
+        own_slots = torch.from_numpy(ring_plan.owned_slots(table, chunk.start, rank=self._rank)).to(self._device)
         laps = []
-        for start in range(0, max(len(slots) for slots in owned), limit):
-            num_rows = [max(min(len(slots) - start, limit), 0) for slots in owned]
+        for start in range(0, max(owned), limit):
+            num_rows = [max(min(number - start, limit), 0) for number in owned]
             pairs = [
                 (Pair(Span(0, num_queries), Span(0, rows), causal=False),) if rows and num_queries else ()
                 for rows in num_rows

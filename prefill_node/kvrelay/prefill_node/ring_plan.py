@@ -87,9 +87,24 @@ def visible_pairs(queries: Sequence[Span], keys: Sequence[Span]) -> tuple[Pair, 
     return tuple(pairs)
 
 
-def owned_slots(table: PageTable, tokens: Span, *, rank: int) -> Rows:
-    """Return the pool slots of one rank that hold positions of `tokens`, in position order."""
-    return stored_rows(table, (tokens,), rank=rank).slots
+def num_owned(table: PageTable, end: int, *, ring_size: int) -> list[int]:
+    """Return how many of the positions before `end` each rank's pages hold."""
+    num_pages = -(-end // table.page_tokens)
+    owners = table.owners[:num_pages]
+    counts: list[int] = (np.bincount(owners, minlength=ring_size) * table.page_tokens).tolist()
+    if num_pages:
+        counts[owners[-1]] -= num_pages * table.page_tokens - end  # of the last page, which may be filled in part
+    return counts
+
+
+def owned_slots(table: PageTable, end: int, *, rank: int) -> Rows:
+    """Return the pool slots of one rank that hold positions before `end`, in position order."""
+    num_pages = -(-end // table.page_tokens)
+    pages = table.pages[:num_pages][table.owners[:num_pages] == rank]
+    slots: Rows = (pages[:, None] * table.page_tokens + np.arange(table.page_tokens)).reshape(-1)
+    if num_pages and table.owners[num_pages - 1] == rank:
+        slots = slots[: len(slots) - (num_pages * table.page_tokens - end)]
+    return slots
 
 
 @dataclass(frozen=True, slots=True)
