@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvrelay.core.errors import CapacityError, InvalidRequestError
-from kvrelay.decode_node.admission import Grant, PageAccount, PageBook
+from kvrelay.decode_node.admission import Grant, PageBook
+from kvrelay.kvcache.allocator import PageAccount
 
 
 def a_book(num_pages: int) -> PageBook:

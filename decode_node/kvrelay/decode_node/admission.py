@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.core.errors import CapacityError, InvalidRequestError
-from kvrelay.kvcache.allocator import PageAllocator, pages_of
+from kvrelay.kvcache.allocator import PageAccount, PageAllocator, pages_of
 from kvrelay.kvcache.prefix_cache import PrefixCache
 
 
@@ -20,17 +20,6 @@ class Grant:
     pages: tuple[int, ...]  # in token order, for prompt and output
     resident_tokens: int  # whole blocks that are here already
     evicted: tuple[bytes, ...]  # blocks that had to go
-
-
-@dataclass(frozen=True, slots=True)
-class PageAccount:
-    """Every page is in exactly one of these."""
-
-    total: int
-    free: int
-    cached: int  # only the prefix cache holds them
-    pinned: int  # requests and hand-offs hold them
-    quarantined: int  # a writer whose end is not proven may still write into them
 
 
 class PageBook:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from kvrelay.core.errors import CapacityError
@@ -29,6 +30,17 @@ def runs_of(pages: Iterable[int]) -> tuple[PageRun, ...]:
         else:
             runs.append(PageRun(page, 1))
     return tuple(runs)
+
+
+@dataclass(frozen=True, slots=True)
+class PageAccount:
+    """Every page of a node is in exactly one of these; total is their sum."""
+
+    total: int
+    free: int
+    cached: int  # only the prefix cache holds them
+    pinned: int  # requests and hand-offs hold them
+    quarantined: int  # a writer whose end is not proven may still write into them
 
 
 class PageAllocator:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from kvrelay.core.errors import CapacityError, StaleMessageError
 from kvrelay.core.shard import Span
+from kvrelay.kvcache.allocator import PageAccount
 from kvrelay.prefill_node.jobs import CacheChanged, Computed, Event, Gone, HandoffFailed, Job, Opened, Phase
-from kvrelay.prefill_node.pages import PageAccount, RequestPages, RingPages
+from kvrelay.prefill_node.pages import RequestPages, RingPages
 from kvrelay.prefill_node.scheduler import ChunkScheduler, NextChunk
 from kvrelay.proto.convert import pack_ids, span_to_pb
 from kvrelay.proto.v1 import ring_pb2

@@ -12,23 +12,12 @@ from functools import partial
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.shard import Span
-from kvrelay.kvcache.allocator import PageAllocator, pages_of
+from kvrelay.kvcache.allocator import PageAccount, PageAllocator, pages_of
 from kvrelay.kvcache.prefix_cache import PrefixCache
 from kvrelay.prefill_node import ring_plan
 from kvrelay.prefill_node.scheduler import chunks_of
 
 RankPage = tuple[int, int]  # (rank, page of that rank's pool)
-
-
-@dataclass(frozen=True, slots=True)
-class PageAccount:
-    """Pages of all ranks; total = free + cached + pinned + quarantined."""
-
-    total: int
-    free: int
-    cached: int  # only the prefix cache holds them
-    pinned: int  # requests hold them
-    quarantined: int
 
 
 @dataclass(frozen=True, slots=True)
