@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import UnavailableError
+from kvrelay.core.supervise import keep
 from kvrelay.core.types import Incarnation
 from kvrelay.index.router_loads import LEASE_S, RouterLoads
 from kvrelay.proto import convert
@@ -44,7 +45,7 @@ class Replicas:
         self.num_routers = 1
 
     async def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="replicas")
+        self._task = keep(self._run(), name="replicas")
 
     async def stop(self) -> None:
         if self._task is not None:
