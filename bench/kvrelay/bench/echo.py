@@ -153,9 +153,10 @@ async def _taken_s(call: Call, request: bytes, *, rate: float, duration_s: float
 
 async def _index_round_trip(url: str) -> dict[str, float]:
     """Return the time of the longest match of 2,048 blocks on the server, over that of one MGET of as many keys."""
+    match_s: list[float] = []
+    mget_s: list[float] = []
     async with held_chain(url, INDEX_BLOCKS) as (fleet, hashes, redis):
         reader = PrefixReader(url, fleet)
-        match_s, mget_s = [], []
         while len(match_s) < _INDEX_ROUNDS:
             began_s = time.perf_counter()
             found = await reader.longest(hashes)
