@@ -37,10 +37,12 @@ compose-test: install
 compose-smoke: install
 	$(PYTEST) -v -m compose tests/compose -k "answered"
 
-# Random traffic under random faults, every answer compared: MINUTES=5 by default; SEED=N plays a schedule again.
+# Random traffic under random faults, every answer compared: MINUTES=5 by default; SEED=N plays a schedule again,
+# OUT=FILE keeps the result with machine, versions and date.
 MINUTES ?= 5
 soak: install
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults.lab.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults.lab.soak --minutes $(MINUTES) \
+		$(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT))
 
 check: format-check lint types test
 

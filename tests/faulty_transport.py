@@ -28,6 +28,7 @@ class FaultyTransport:
     def __init__(self, real: Transport, fault: Fault, *, from_write: int = 2) -> None:
         self.real = real
         self.freezes_fences = False
+        self._frozen: list[_Frozen] = []
         self._fault = fault
         self._from_write = from_write
         self._num_writes = 0
@@ -44,6 +45,16 @@ class FaultyTransport:
     def write_fence(self, peer: str, cell: int, value: int) -> Handle:
         return _Frozen(PENDING) if self.freezes_fences else self.real.write_fence(peer, cell, value)
 
+    def frozen(self) -> _Frozen:
+        """Return a write that does not end before `thaw`."""
+        self._frozen.append(_Frozen(PENDING))
+        return self._frozen[-1]
+
+    def thaw(self) -> None:
+        """End the frozen writes of parts; a fence that was never written cannot be done."""
+        for handle in self._frozen:
+            handle.progress = Done(0)
+
     def poll(self, handle: Handle) -> Progress:
         return handle.progress if isinstance(handle, _Frozen) else self.real.poll(handle)
 
@@ -58,7 +69,7 @@ def drop(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes
 
 def freeze(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
     self.freezes_fences = True
-    return _Frozen(PENDING)
+    return self.frozen()
 
 
 def refuse(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:

@@ -14,6 +14,7 @@ import numpy as np
 from grpc import aio
 
 from kvrelay.core import shard
+from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Counters, Epoch, Incarnation, PageRun, SampledToken
@@ -95,6 +96,13 @@ class _Servicer(decode_pb2_grpc.DecodeNodeServicer):
     ) -> AsyncIterator[handoff_pb2.ReaderEvent]:
         async for event in self._hub.attach(request_iterator, context):
             yield event
+
+    async def Fenced(
+        self, request: decode_pb2.FencedRequest, context: aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.FencedReply:
+        async with grpc_status(context):
+            self._hub.fenced(request)
+        return decode_pb2.FencedReply()
 
 
 @dataclass

@@ -93,6 +93,9 @@ class PlayedDecode(Played, decode_pb2_grpc.DecodeNodeServicer):
         epoch = common_pb2.Epoch(decode=request.node, counter=len(self.reserved))
         return decode_pb2.ReserveReply(ticket=handoff_pb2.Ticket(epoch=epoch, request=request.request))
 
+    async def Fenced(self, request: Any, context: Any) -> decode_pb2.FencedReply:
+        return decode_pb2.FencedReply()
+
     async def FenceWriter(self, request: Any, context: Any) -> decode_pb2.FenceWriterReply:
         return decode_pb2.FenceWriterReply()
 

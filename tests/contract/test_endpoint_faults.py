@@ -6,15 +6,20 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import cast
 
 import pytest
 
 import faulty_transport
 from faulty_transport import Fault, FaultyTransport
 from handoff_lab import LAYOUT, Reader, outcomes, reader, ring, send_all, until
+from kvrelay.core.errors import StaleMessageError
 from kvrelay.core.shard import Span
 from kvrelay.kv_transfer.endpoint import Failed, Settled
-from kvrelay.kv_transfer.values import Request
+from kvrelay.kv_transfer.transport import Transport
+from kvrelay.kv_transfer.values import FenceProof, Request
+from kvrelay.kv_transfer.wire import proof_to_pb
+from kvrelay.proto.v1 import decode_pb2
 
 
 @pytest.fixture(params=["loopback", "nixl"])
@@ -137,6 +142,53 @@ async def test_a_writer_whose_peer_does_nothing_is_stuck_in_bounded_time_and_its
         assert decode.hub.stats().oldest_quarantine_s >= 0
     await asyncio.sleep(0.1)
     assert decode.freed == []
+
+
+async def test_a_fence_that_comes_after_its_stream_has_ended_frees_the_pages_all_the_same(
+    kind: str, decode: Reader
+) -> None:
+    faulty: list[FaultyTransport] = []
+
+    def wrap(real: Transport) -> Transport:
+        faulty.append(FaultyTransport(real, faulty_transport.freeze))
+        return cast(Transport, faulty[-1])
+
+    with ring(kind, wrap=wrap) as [rank]:
+        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
+        running = asyncio.create_task(end.run())
+        for layer in range(LAYOUT.num_layers):
+            end.add_part(layer, Span(0, 60), range(8))
+        await until(lambda: decode.thread.counters.values.get("parts_verified_total") == 2)
+        decode.hub.abort(Request("r", 1), "client went away")
+        [failed] = await outcomes(running)
+        assert isinstance(failed, Failed)
+        assert failed.stuck
+        await until(lambda: decode.hub.stats().quarantined_pages == 8)
+
+        faulty[0].thaw()
+        await until(lambda: decode.freed)
+        await end.sources_free
+        assert decode.hub.stats().quarantined_pages == 0
+
+
+async def test_a_late_fence_by_a_stranger_is_refused_and_one_that_nobody_waits_for_is_ignored(
+    kind: str, decode: Reader
+) -> None:
+    with ring(kind) as [rank]:
+        ticket = decode.reserve("r", writer=rank.writer)
+        end = rank.endpoint(ticket)
+        running = asyncio.create_task(end.run())
+        await until(lambda: decode.hub.stats().sessions["attached"] == 1)
+        said = decode_pb2.FencedRequest(rank=end._hello(), fenced=proof_to_pb(FenceProof.HANDLES_DONE))
+        other = decode_pb2.FencedRequest.FromString(said.SerializeToString())
+        other.rank.one_time_token = bytes(16)
+        with pytest.raises(StaleMessageError):
+            decode.hub.fenced(other)
+        assert decode.hub.stats().sessions["attached"] == 1
+        end.abort("enough")
+        await outcomes(running)
+        await until(lambda: decode.freed)
+        decode.hub.fenced(said)
 
 
 async def test_a_node_that_waits_for_work_uses_no_cpu(kind: str, decode: Reader) -> None:

@@ -8,7 +8,6 @@ the breakages, chosen by that number, as well.
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Generator, Iterator
 from typing import cast
 
@@ -50,9 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     elif SEED is None:
         unwanted = {id(item) for item in broken}
     else:
-        chosen = random.Random(SEED).randrange(6)
         names = sorted({item.nodeid for item in broken if not item.get_closest_marker("full")})
-        lot = set(names[chosen::6])
+        lot = set(names[int(SEED) % 6 :: 6])  # numbers that follow each other take turns
         unwanted = {id(item) for item in broken if item.nodeid not in lot and not item.get_closest_marker("full")}
     items[:] = [item for item in items if id(item) not in unwanted]
 

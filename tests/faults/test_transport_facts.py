@@ -126,7 +126,7 @@ def test_n6_a_pool_is_what_its_process_was_started_with() -> None:
     with pytest.raises(ValidationError):
         settings.pool_pages = 16
     methods = {method.name for method in decode_pb2.DESCRIPTOR.services_by_name["DecodeNode"].methods}
-    assert methods == {"Reserve", "Attach", "Decode", "Abort", "Renew", "Drain", "Stats", "FenceWriter"}
+    assert methods == {"Reserve", "Attach", "Fenced", "Decode", "Abort", "Renew", "Drain", "Stats", "FenceWriter"}
 
 
 @pytest.mark.sabotage("router_leaves_legs")

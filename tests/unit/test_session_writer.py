@@ -149,12 +149,17 @@ def test_a_peer_that_is_gone_fails_it_and_frees_the_sources_when_the_handles_end
     assert feed(session, wt.Drained()) == (wt.FreeSources(),)
 
 
+def test_a_stuck_writer_says_its_fence_when_it_comes_after_all() -> None:
+    session = in_state(WriterState.STUCK)
+    assert feed(session, CELL, now_s=99.0) == (wt.SendFenced(FenceProof.CELL_WRITTEN),)
+    assert feed(session, wt.FenceFailed("gone"), now_s=99.0) == ()
+
+
 def test_a_peer_that_does_nothing_leaves_it_stuck_in_bounded_time() -> None:
     session = in_state(WriterState.ABORTING)
 
     assert feed(session, wt.Tick(), now_s=0.9 + FENCE_S) == ()
     assert feed(session, wt.Tick(), now_s=1.0 + FENCE_S) == (wt.Fail("mine; no fence within 10 s", stuck=True),)
-    assert feed(session, CELL) == ()
 
 
 def test_the_deadline_ends_it() -> None:

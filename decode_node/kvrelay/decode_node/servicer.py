@@ -86,6 +86,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
     ) -> common_pb2.NodeStats:
         return self._stats()
 
+    async def Fenced(
+        self, request: decode_pb2.FencedRequest, context: aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.FencedReply:
+        async with grpc_status(context):
+            self._hub.fenced(request)
+        return decode_pb2.FencedReply()
+
     async def FenceWriter(
         self, request: decode_pb2.FenceWriterRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.FenceWriterReply:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import AsyncIterator
 from typing import Any
 
 from grpc import aio
 
-from kvrelay.core.errors import InvalidRequestError, ServeError
+from kvrelay.core.errors import InvalidRequestError, ServeError, StaleMessageError
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.kv_transfer import session_events as ev
 from kvrelay.kv_transfer.hub_sessions import Entry, HubSessions, Outbox
@@ -17,7 +18,7 @@ from kvrelay.kv_transfer.transport import agent_name
 from kvrelay.kv_transfer.values import FenceProof
 from kvrelay.kv_transfer.wire import manifest_from_pb_on_loop, proof_from_pb, request_from_pb
 from kvrelay.proto.convert import epoch_from_pb, incarnation_from_pb
-from kvrelay.proto.v1 import handoff_pb2
+from kvrelay.proto.v1 import decode_pb2, handoff_pb2
 
 _HELLO_TIMEOUT_S = 10.0
 
@@ -40,6 +41,25 @@ async def serve_stream(
         del entry.outboxes[rank]
         if entry.session.state not in (State.FENCED, State.FREE):
             sessions.feed(entry, ev.StreamLost(rank))
+
+
+def take_late_fence(sessions: HubSessions, request: decode_pb2.FencedRequest) -> None:
+    """Take a fence that was not heard on its stream; one that nobody waits for changes nothing.
+
+    Raises:
+        StaleMessageError: it is not by the writer that the epoch was opened for.
+        InvalidRequestError: it is not proven.
+    """
+    hello, epoch = request.rank, epoch_from_pb(request.rank.epoch)
+    try:
+        entry = sessions.of_epoch(epoch)
+    except StaleMessageError:
+        return
+    ours = entry.session.reservation
+    named = incarnation_from_pb(hello.writer) == ours.writer and request_from_pb(hello.request) == ours.request
+    if not (named and hmac.compare_digest(hello.one_time_token, ours.one_time_token)):
+        raise StaleMessageError(f"epoch {epoch} is for {ours.request} written by {ours.writer}")
+    sessions.feed_from_peer(entry, _fence_of(sessions, entry, hello.rank, request.fenced))
 
 
 async def _greet(sessions: HubSessions, incoming: Incoming) -> tuple[Entry, int]:
@@ -103,10 +123,15 @@ async def _event_of(sessions: HubSessions, entry: Entry, rank: int, message: han
         case "abort":
             return ev.Abort(f"rank {rank} gave up: {message.abort.reason}")
         case "fenced":
-            proof = proof_from_pb(message.fenced)
-            written = sessions.slots.written(entry.fence_slot, rank)
-            if proof is FenceProof.CELL_WRITTEN and written != entry.epoch.counter:
-                raise InvalidRequestError(f"its fence cell holds {written}, not {entry.epoch.counter}")
-            return ev.Fenced(rank, proof)
+            return _fence_of(sessions, entry, rank, message.fenced)
         case other:
             raise InvalidRequestError(f"{other} is not expected after the hello")
+
+
+def _fence_of(sessions: HubSessions, entry: Entry, rank: int, fenced: handoff_pb2.WriterFenced) -> ev.Fenced:
+    proof = proof_from_pb(fenced)
+    if proof is FenceProof.CELL_WRITTEN:
+        written = sessions.slots.written(entry.fence_slot, rank)
+        if written != entry.epoch.counter:
+            raise InvalidRequestError(f"its fence cell holds {written}, not {entry.epoch.counter}")
+    return ev.Fenced(rank, proof)

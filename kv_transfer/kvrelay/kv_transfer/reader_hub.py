@@ -17,7 +17,7 @@ from kvrelay.core.errors import InvalidRequestError, StaleMessageError, Unavaila
 from kvrelay.core.types import Counters, Epoch, Incarnation, PageRun
 from kvrelay.kv_transfer import session_events as ev
 from kvrelay.kv_transfer.agent_thread import TransferThread
-from kvrelay.kv_transfer.attach_stream import serve_stream
+from kvrelay.kv_transfer.attach_stream import serve_stream, take_late_fence
 from kvrelay.kv_transfer.hub_sessions import HubSessions, remember
 from kvrelay.kv_transfer.hub_values import HubCallbacks, HubStats
 from kvrelay.kv_transfer.local import Limits, LocalPool
@@ -26,7 +26,7 @@ from kvrelay.kv_transfer.transport import Cells
 from kvrelay.kv_transfer.values import MAX_RING_SIZE, Request, Reservation
 from kvrelay.kv_transfer.wire import address_to_pb, request_to_pb
 from kvrelay.proto.convert import epoch_to_pb, incarnation_to_pb, ms_to_pb, runs_to_pb
-from kvrelay.proto.v1 import handoff_pb2
+from kvrelay.proto.v1 import decode_pb2, handoff_pb2
 
 _MOST_DEAD_WRITERS = 1024
 _BEFORE_ADMISSION = frozenset({State.RESERVED, State.ATTACHED, State.RECEIVING, State.SEALED})
@@ -124,6 +124,10 @@ class ReaderHub:
     ) -> AsyncIterator[handoff_pb2.ReaderEvent]:
         """Serve one rank's stream: DecodeNode.Attach."""
         return serve_stream(self._sessions, request_iterator, context)
+
+    def fenced(self, request: decode_pb2.FencedRequest) -> None:
+        """Take a rank's fence that came outside of its stream: DecodeNode.Fenced; see `take_late_fence`."""
+        take_late_fence(self._sessions, request)
 
     def renew(self, request_ids: Sequence[str]) -> list[str]:
         """Extend the leases of reservations; return the ids of which nothing is alive here."""

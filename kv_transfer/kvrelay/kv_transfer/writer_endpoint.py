@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from grpc import aio
 
 from kvrelay.core.clock import Clock, monotonic
-from kvrelay.core.errors import StaleMessageError
+from kvrelay.core.errors import StaleMessageError, UnavailableError
 from kvrelay.core.grpc_status import from_rpc_error
 from kvrelay.core.shard import Span
 from kvrelay.core.supervise import keep
@@ -22,12 +22,13 @@ from kvrelay.core.types import Counters, Incarnation, SampledToken
 from kvrelay.kv_transfer import writer_table as wt
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.fence_cells import cell_of
+from kvrelay.kv_transfer.late_word import say_fenced
 from kvrelay.kv_transfer.local import Limits, LocalPool
 from kvrelay.kv_transfer.notice import Notice, NoticeKey, encode
 from kvrelay.kv_transfer.outgoing import Posting, TransferEvent
 from kvrelay.kv_transfer.plan import Pages, cut_part, part_ranges
 from kvrelay.kv_transfer.ticket import open_ticket
-from kvrelay.kv_transfer.values import Manifest, Part
+from kvrelay.kv_transfer.values import FenceProof, Manifest, Part
 from kvrelay.kv_transfer.wire import (
     address_to_pb,
     manifest_to_pb_on_loop,
@@ -110,6 +111,10 @@ class WriterEndpoint:
         self._relayed_bytes = 0
         self._writer_open = False
         self._ticker: asyncio.Task[None] | None = None
+        self._proof: FenceProof | None = None  # of our fence, once there is one
+        self._attached = False
+        self._converses = True  # what is put into the outbox will be said
+        self._late: asyncio.Task[None] | None = None
         self.done: asyncio.Future[Outcome] = self._loop.create_future()
         self.sources_free: asyncio.Future[None] = self._loop.create_future()
 
@@ -198,12 +203,18 @@ class WriterEndpoint:
             self._feed(wt.Tick())
 
     async def _converse(self, channel: aio.Channel) -> None:
-        why = "decode ended the stream"
+        why, heard_all = "decode ended the stream", False
         try:
             async for event in decode_pb2_grpc.DecodeNodeStub(channel).Attach(self._say()):
                 self._hear(event)
+            heard_all = True
         except aio.AioRpcError as err:
-            why = str(from_rpc_error(err, peer=self._ticket.decode_endpoint))
+            lost = from_rpc_error(err, peer=self._ticket.decode_endpoint)
+            why, heard_all = str(lost), not isinstance(lost, UnavailableError)
+        finally:
+            self._converses = False
+            if not heard_all:
+                self._say_late()
         self._feed(wt.StreamLost(why))
 
     async def _say(self) -> AsyncIterator[handoff_pb2.WriterEvent]:
@@ -228,6 +239,7 @@ class WriterEndpoint:
     def _hear(self, event: handoff_pb2.ReaderEvent) -> None:
         match event.WhichOneof("event"):
             case "attached":
+                self._attached = True
                 self._feed(wt.Attached())
             case "admitted":
                 self._feed(wt.Admitted())
@@ -271,7 +283,10 @@ class WriterEndpoint:
                 self._outbox.put_nowait(handoff_pb2.WriterEvent(abort=handoff_pb2.WriterAbort(reason=action.reason)))
             case wt.SendFenced():
                 self._counters.add(f"fences_{action.proof.value}_total")
+                self._proof = action.proof
                 self._outbox.put_nowait(handoff_pb2.WriterEvent(fenced=proof_to_pb(action.proof)))
+                if not self._converses:
+                    self._say_late()
             case wt.FreeSources():
                 self._postings.clear()
                 if not self.sources_free.done():
@@ -280,6 +295,19 @@ class WriterEndpoint:
                 self._end(Settled(self._relayed_bytes))
             case wt.Fail():
                 self._end(Failed(action.reason, action.stuck))
+
+    def _say_late(self) -> None:
+        """Say the fence, if there is one yet, outside of a stream that may have lost it.
+
+        Only when decode's yes was heard: whoever was refused has no fence to speak of, and must not speak for the one
+        that was let in.
+        """
+        if self._attached and self._proof is not None and self._late is None:
+            self._counters.add("fences_said_late_total")
+            told = say_fenced(
+                self._ticket.decode_endpoint, self._hello(), self._proof, limits=self._limits, clock=self._clock
+            )
+            self._late = keep(told, name=f"fence of {self._key}")
 
     def _end(self, outcome: Outcome) -> None:
         kind = "settled" if isinstance(outcome, Settled) else "stuck" if outcome.stuck else "failed"

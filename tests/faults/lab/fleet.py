@@ -29,7 +29,7 @@ STUCK_AFTER_S = 3.0
 GROUP_TIMEOUT_S = 4.0
 
 # Short times, so that a test sees what follows from them.
-_TIMES = {
+TIMES = {
     **{f"KVRELAY_{role}_LEASE_S": str(LEASE_S) for role in ("ROUTER", "PREFILL", "DECODE")},
     **{f"KVRELAY_{role}_FENCE_TIMEOUT_S": str(FENCE_TIMEOUT_S) for role in ("PREFILL", "DECODE")},
     **{f"KVRELAY_{role}_HEARTBEAT_S": "0.5" for role in ("PREFILL", "DECODE")},
@@ -111,7 +111,7 @@ def running(spec: Spec) -> Iterator[Fleet]:
         lab = Path(folder)
         log = lab / "up.log"
         paths = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
-        environ = {**os.environ, **_TIMES, **spec.variables, FOLDER_VARIABLE: folder, "PYTHONPATH": paths}
+        environ = {**os.environ, **TIMES, **spec.variables, FOLDER_VARIABLE: folder, "PYTHONPATH": paths}
         with log.open("w") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "faults.lab.up_main", *spec.options, "--listen", "127.0.0.1:0"],

@@ -7,14 +7,13 @@ import time
 
 import grpc
 
-from cluster.cluster import Answer, GenerateCall, status_of
-from faults.lab.fleet import Fleet
+from cluster.cluster import Answer, Client, GenerateCall, status_of
 from faults.lab.workload import golden, prompt
 
 TOKENS = 600
 
 
-def right(fleet: Fleet, seed: int, *, num_tokens: int = TOKENS, output: int = 12) -> None:
+def right(fleet: Client, seed: int, *, num_tokens: int = TOKENS, output: int = 12) -> None:
     answer = fleet.generate(prompt(seed, num_tokens), max_tokens=output, timeout_s=40)
     assert tuple(answer.token_ids) == golden(seed, num_tokens, output)
 
@@ -23,7 +22,7 @@ class Watched:
     """A request in the background."""
 
     def __init__(
-        self, fleet: Fleet, seed: int, *, num_tokens: int = TOKENS, output: int = 12, timeout_s: float = 40
+        self, fleet: Client, seed: int, *, num_tokens: int = TOKENS, output: int = 12, timeout_s: float = 40
     ) -> None:
         self.answer = Answer()
         self.error: grpc.RpcError | None = None

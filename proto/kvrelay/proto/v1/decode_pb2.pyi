@@ -21,6 +21,47 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class FencedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    FENCED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rank(self) -> _handoff_pb2.AttachHello:
+        """As on the stream."""
+
+    @_builtins.property
+    def fenced(self) -> _handoff_pb2.WriterFenced: ...
+    def __init__(
+        self,
+        *,
+        rank: _handoff_pb2.AttachHello | None = ...,
+        fenced: _handoff_pb2.WriterFenced | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "rank", b"rank"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FencedRequest: _TypeAlias = FencedRequest  # noqa: Y015
+
+@_typing.final
+class FencedReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FencedReply: _TypeAlias = FencedReply  # noqa: Y015
+
+@_typing.final
 class FenceWriterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

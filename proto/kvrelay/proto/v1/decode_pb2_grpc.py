@@ -47,6 +47,11 @@ class DecodeNodeStub(object):
                 request_serializer=kvrelay_dot_proto_dot_v1_dot_handoff__pb2.WriterEvent.SerializeToString,
                 response_deserializer=kvrelay_dot_proto_dot_v1_dot_handoff__pb2.ReaderEvent.FromString,
                 _registered_method=True)
+        self.Fenced = channel.unary_unary(
+                '/kvrelay.v1.DecodeNode/Fenced',
+                request_serializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.FencedRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.FencedReply.FromString,
+                _registered_method=True)
         self.Decode = channel.unary_stream(
                 '/kvrelay.v1.DecodeNode/Decode',
                 request_serializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
@@ -93,6 +98,14 @@ class DecodeNodeServicer(object):
 
     def Attach(self, request_iterator, context):
         """One stream per rank and epoch: hello, manifest, fence from the writer; yes, admitted, abort, closed from the reader.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fenced(self, request, context):
+        """A rank's fence whose Attach stream broke before it was heard. Legal as often as one likes; that the epoch is over
+        is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,6 +163,11 @@ def add_DecodeNodeServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=kvrelay_dot_proto_dot_v1_dot_handoff__pb2.WriterEvent.FromString,
                     response_serializer=kvrelay_dot_proto_dot_v1_dot_handoff__pb2.ReaderEvent.SerializeToString,
+            ),
+            'Fenced': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fenced,
+                    request_deserializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.FencedRequest.FromString,
+                    response_serializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.FencedReply.SerializeToString,
             ),
             'Decode': grpc.unary_stream_rpc_method_handler(
                     servicer.Decode,
@@ -237,6 +255,33 @@ class DecodeNode(object):
             '/kvrelay.v1.DecodeNode/Attach',
             kvrelay_dot_proto_dot_v1_dot_handoff__pb2.WriterEvent.SerializeToString,
             kvrelay_dot_proto_dot_v1_dot_handoff__pb2.ReaderEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fenced(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.DecodeNode/Fenced',
+            kvrelay_dot_proto_dot_v1_dot_decode__pb2.FencedRequest.SerializeToString,
+            kvrelay_dot_proto_dot_v1_dot_decode__pb2.FencedReply.FromString,
             options,
             channel_credentials,
             insecure,

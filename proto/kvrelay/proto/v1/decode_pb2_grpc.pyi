@@ -41,6 +41,10 @@ class DecodeNodeStub:
     """
     Attach: _grpc.StreamStreamMultiCallable[_handoff_pb2.WriterEvent, _handoff_pb2.ReaderEvent]
     """One stream per rank and epoch: hello, manifest, fence from the writer; yes, admitted, abort, closed from the reader."""
+    Fenced: _grpc.UnaryUnaryMultiCallable[_decode_pb2.FencedRequest, _decode_pb2.FencedReply]
+    """A rank's fence whose Attach stream broke before it was heard. Legal as often as one likes; that the epoch is over
+    is no error.
+    """
     Decode: _grpc.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeEvent]
     """Streams the tokens after the first one. Call it right after Reserve. Cancelling aborts the request."""
     Abort: _grpc.UnaryUnaryMultiCallable[_common_pb2.AbortRequest, _common_pb2.AbortReply]
@@ -64,6 +68,10 @@ class DecodeNodeAsyncStub(DecodeNodeStub):
     """
     Attach: _aio.StreamStreamMultiCallable[_handoff_pb2.WriterEvent, _handoff_pb2.ReaderEvent]  # type: ignore[assignment]
     """One stream per rank and epoch: hello, manifest, fence from the writer; yes, admitted, abort, closed from the reader."""
+    Fenced: _aio.UnaryUnaryMultiCallable[_decode_pb2.FencedRequest, _decode_pb2.FencedReply]  # type: ignore[assignment]
+    """A rank's fence whose Attach stream broke before it was heard. Legal as often as one likes; that the epoch is over
+    is no error.
+    """
     Decode: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeEvent]  # type: ignore[assignment]
     """Streams the tokens after the first one. Call it right after Reserve. Cancelling aborts the request."""
     Abort: _aio.UnaryUnaryMultiCallable[_common_pb2.AbortRequest, _common_pb2.AbortReply]  # type: ignore[assignment]
@@ -96,6 +104,16 @@ class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_handoff_pb2.ReaderEvent], _abc.AsyncIterator[_handoff_pb2.ReaderEvent]]:
         """One stream per rank and epoch: hello, manifest, fence from the writer; yes, admitted, abort, closed from the reader."""
+
+    @_abc_1.abstractmethod
+    def Fenced(
+        self,
+        request: _decode_pb2.FencedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.FencedReply, _abc.Awaitable[_decode_pb2.FencedReply]]:
+        """A rank's fence whose Attach stream broke before it was heard. Legal as often as one likes; that the epoch is over
+        is no error.
+        """
 
     @_abc_1.abstractmethod
     def Decode(
