@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-_PACKAGES = ("kvrelay", "torch", "numpy", "grpcio", "nixl-cu13")
+_PACKAGES = ("kvrelay", "torch", "numpy", "grpcio", "nixl-cu13", "triton", "sgl-flash-mla", "flash-attn-4")
 
 
 def paired(ours_s: Sequence[float], baseline_s: Sequence[float]) -> dict[str, float]:

@@ -16,6 +16,7 @@ BLOCK_WORDS = 2048
 BLOCKS_PER_PROGRAM = 8
 # As the device's int64 holds them.
 _GOLDEN = tl.constexpr(checksum.to_signed(checksum.GOLDEN))
+_STEP = tl.constexpr(checksum.to_signed(checksum.to_unsigned(BLOCK_WORDS * checksum.GOLDEN)))
 _MIX_1 = tl.constexpr(checksum.to_signed(checksum.MIX_1))
 _MIX_2 = tl.constexpr(checksum.to_signed(checksum.MIX_2))
 
@@ -49,8 +50,8 @@ def slot_sum(words: Tensor, slots: Tensor, *, first_word: int) -> Tensor:
 
 
 @triton.jit
-def _mix(word, index):
-    z = word + (index + 1) * _GOLDEN
+def _mix(word, key):
+    z = word + key
     # Shifts of an int64 bring in copies of the sign, so they are masked off.
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2
@@ -61,10 +62,13 @@ def _mix(word, index):
 def _word_sum(words_ptr, total_ptr, count, first_word, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
     sum_I = tl.zeros([BLOCK], tl.int64)
+    # Keys step by a constant from block to block: the product is not worth repeating, as products bound this kernel.
+    key_I = (first_word + start + 1) * _GOLDEN + tl.arange(0, BLOCK).to(tl.int64) * _GOLDEN
     for block in tl.static_range(BLOCKS):
         index_I = start + block * BLOCK + tl.arange(0, BLOCK)
         word_I = tl.load(words_ptr + index_I, index_I < count, other=0)
-        sum_I += tl.where(index_I < count, _mix(word_I, first_word + index_I), 0)
+        sum_I += tl.where(index_I < count, _mix(word_I, key_I), 0)
+        key_I += _STEP
     tl.atomic_add(total_ptr, tl.sum(sum_I, 0), sem="relaxed")
 
 
@@ -84,5 +88,6 @@ def _slot_sum(
     col_I = tl.arange(0, BLOCK)
     here_TI = (row_T < count)[:, None] & (col_I < ROW)[None, :]
     word_TI = tl.load(words_ptr + slot_T[:, None] * ROW + col_I[None, :], here_TI, other=0)
-    mixed_TI = tl.where(here_TI, _mix(word_TI, first_word + row_T[:, None] * ROW + col_I[None, :]), 0)
+    key_TI = (first_word + row_T * ROW + 1)[:, None] * _GOLDEN + (col_I.to(tl.int64) * _GOLDEN)[None, :]
+    mixed_TI = tl.where(here_TI, _mix(word_TI, key_TI), 0)
     tl.atomic_add(total_ptr, tl.sum(tl.sum(mixed_TI, 1), 0), sem="relaxed")

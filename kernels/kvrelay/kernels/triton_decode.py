@@ -22,8 +22,9 @@ from kvrelay.kernels import quant
 from kvrelay.kernels.paged_plan import PagedPlan
 
 HOST_PARTS = 6  # for the interpreter: few, but enough to cut sequences
-JOIN_PIECES = 32
-JOIN_WIDTH = 128
+# Few pieces a sequence in a large batch, hundreds of them in a batch of one: then narrow columns make enough programs.
+JOIN_MANY = (64, 32)  # pieces read at once, columns of a program
+JOIN_FEW = (8, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,8 @@ def _rows(pool_PSW: Tensor, latent_width: int) -> Rows:
 def join(out_BNC: Tensor, pieces_JNC: Tensor, lse_JN: Tensor, plan: PagedPlan, *, parts: int) -> None:
     """Write the sequences that were cut, from their pieces, and zeros for those of length 0."""
     num_sequences, num_heads, latent_width = out_BNC.shape
-    width = min(JOIN_WIDTH, triton.next_power_of_2(latent_width))
+    pieces, width = JOIN_MANY if parts > 8 * num_sequences else JOIN_FEW
+    width = min(width, triton.next_power_of_2(latent_width))
     _join[(num_sequences, num_heads, triton.cdiv(latent_width, width))](
         out_BNC,
         pieces_JNC,
@@ -140,8 +142,8 @@ def join(out_BNC: Tensor, pieces_JNC: Tensor, lse_JN: Tensor, plan: PagedPlan, *
         N=num_heads,
         C=latent_width,
         WIDTH=width,
-        PIECES=JOIN_PIECES,
-        num_warps=4,
+        PIECES=pieces,
+        num_warps=1,
     )
 
 
