@@ -22,6 +22,14 @@ class _Frozen:
     progress: Progress
 
 
+@dataclass
+class _Twice:
+    """Two writes as one; each announces itself only when it is polled."""
+
+    first: Handle
+    second: Handle
+
+
 class FaultyTransport:
     """Applies `fault` to each write from number `from_write` on."""
 
@@ -56,9 +64,18 @@ class FaultyTransport:
             handle.progress = Done(0)
 
     def poll(self, handle: Handle) -> Progress:
+        if isinstance(handle, _Twice):
+            return self._poll_both(handle)
         return handle.progress if isinstance(handle, _Frozen) else self.real.poll(handle)
 
+    def _poll_both(self, twice: _Twice) -> Progress:
+        first, second = self.real.poll(twice.first), self.real.poll(twice.second)
+        return first if isinstance(second, Done) else second
+
     def release(self, handle: Handle) -> None:
+        if isinstance(handle, _Twice):
+            self.real.release(handle.first)
+            handle = handle.second
         if not isinstance(handle, _Frozen):
             self.real.release(handle)
 
@@ -87,8 +104,7 @@ def misplace(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: b
 
 
 def repeat(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
-    self.real.post(peer, copies, notice)
-    return self.real.post(peer, copies, notice)
+    return _Twice(self.real.post(peer, copies, notice), self.real.post(peer, copies, notice))
 
 
 def overtake(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:

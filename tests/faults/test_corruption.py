@@ -7,10 +7,12 @@ import os
 import signal
 from dataclasses import fields, replace
 
+import grpc
 import pytest
 
 import handoff_writer
 from cluster.cluster import wait_until
+from faults.lab.drive import drive, refusal
 from faults.lab.fleet import Fleet
 from faults.lab.requests import TOKENS, right
 from faults.lab.workload import prompt
@@ -26,6 +28,7 @@ from kvrelay.kv_transfer.notice import Notice, NoticeKey, encode
 from kvrelay.kv_transfer.session import ReaderSession
 from kvrelay.kv_transfer.session_table import State
 from kvrelay.kv_transfer.values import Manifest, Part, Request
+from kvrelay.proto.v1 import common_pb2
 from session_lab import (
     DEADLINE_S,
     FENCE_S,
@@ -182,36 +185,17 @@ def test_c5_any_difference_in_layout_is_refused_at_the_handshake() -> None:
     assert ours.fingerprint != FINGERPRINT
 
 
-@pytest.mark.sabotage("failed_blocks_cached")
+@pytest.mark.sabotage("nothing_verified")
 def test_c6_blocks_of_a_failed_hand_off_are_nowhere(fleet: Fleet) -> None:
     """C6. The attempt that failed on a decode node leaves it nothing to reuse."""
-    tokens = prompt(330, TOKENS)
-    fleet.serve_on("prefill-0")
     fleet.arm("prefill-0", "part", "corrupt", skip=2, count=1)
-    assert fleet.generate(tokens, max_tokens=4).usage.resident_tokens == 0
-    holders = [name for name, one in fleet.stats().items() if name.startswith("decode") and one.cached_pages]
-    wait_until(lambda: not fleet.unsettled(), 5)
-    failed = _node_of_last_failure(fleet)
-    with_prefix = {name: fleet.stats()[name].counters.get("blocks_published_total", 0.0) for name in holders}
-    assert failed, with_prefix
-    assert _resident_on(fleet, failed, tokens) == 0
-
-
-def _node_of_last_failure(fleet: Fleet) -> str:
-    line = [one for one in fleet.log_of("router").splitlines() if "attempt 1 failed" in one][-1]
-    return next(name for name in ("decode-0", "decode-1") if name in line)
-
-
-def _resident_on(fleet: Fleet, node: str, tokens: list[int]) -> int:
-    from faults.lab.drive import drive  # noqa: PLC0415
-    from kvrelay.core import prefix_hash  # noqa: PLC0415
-    from kvrelay.router.tenants import calling  # noqa: PLC0415
-
-    with drive(fleet, tokens, decode=node) as one:
-        seed = prefix_hash.seed(fingerprint=one.decode_node.layout_fingerprint, tenant_salt=calling.get().salt)
-        resident: int = one.reserve(prefix_seed=seed).resident_tokens
+    with drive(fleet, prompt(330, TOKENS)) as one:
+        assert refusal(lambda: one.start_prefill(one.reserve()))[0] is not grpc.StatusCode.OK
+        wait_until(lambda: one.decode_stats().active_requests == 0, 5)
+        one.ref = common_pb2.RequestRef(request_id="once more", attempt=1)
+        assert one.reserve().resident_tokens == 0
         one.abort(one.decode)
-    return resident
+    fleet.assert_settled()
 
 
 @pytest.mark.sabotage("one_layout_for_all")

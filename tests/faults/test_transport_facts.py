@@ -129,7 +129,7 @@ def test_n6_a_pool_is_what_its_process_was_started_with() -> None:
     assert methods == {"Reserve", "Attach", "Fenced", "Decode", "Abort", "Renew", "Drain", "Stats", "FenceWriter"}
 
 
-@pytest.mark.sabotage("router_leaves_legs")
+@pytest.mark.sabotage("ends_at_prefill_not_told")
 def test_n7_a_request_that_ends_with_its_first_token_leaves_nothing_reserved(fleet: Fleet) -> None:
     """N7. By its token limit, and by a stop token, of which decode learns from nobody else than the router."""
     tokens = prompt(850, TOKENS)

@@ -98,16 +98,6 @@ def _abort_says_yes(_: Any) -> Any:
     return lambda self, request, reason: True
 
 
-def _caches_what_failed(on_failed: Any) -> Any:
-    def careless(self: Any, epoch: Any, request: Any, reason: str) -> None:
-        record = self.records.get(epoch.counter)
-        if record is not None:
-            self._cache(record)
-        on_failed(self, epoch, request, reason)
-
-    return careless
-
-
 def _without_aborts(send: Any) -> Any:
     def silent(self: Any, entry: Any, rank: int, event: Any) -> None:
         if not event.HasField("abort") and not event.HasField("closed"):
@@ -176,10 +166,14 @@ def _strictly_in_order(part_landed: Any) -> Any:
     return strict
 
 
+def _when_listed(_: Any) -> Any:
+    return property(lambda self: self.listed is not None)
+
+
 def _no_leases(tick: Any) -> Any:
-    def lazy(self: Any, now_s: float) -> Any:
+    def lazy(self: Any, event: Any, now_s: float) -> Any:
         self._lease_until_s = self._deadline_s = now_s + 1e6
-        return tick(self, now_s)
+        return tick(self, event, now_s)
 
     return lazy
 
@@ -209,12 +203,17 @@ SABOTAGES: dict[str, tuple[Change, ...]] = {
         Change("router.attempt", "Attempt.close", _nothing_async),
         Change("core.clock", "Deadline.remaining_s", _always(600.0)),
     ),
+    "ends_at_prefill_not_told": (
+        Change("router.attempt", "Attempt.close", _nothing_async),
+        Change("decode_node.node", "DecodeNode.close_stream", _nothing),
+        Change("prefill_node.handoff", "EndpointWriter.abort", _nothing),
+    ),
     # the fence and the check
     "no_fence": (Change("kv_transfer.session", "ReaderSession.all_fenced", _as_property(True)),),
     "nothing_verified": (
         Change("kv_transfer.hub_sessions", "HubSessions._verify", _always(True)),
         Change("kv_transfer.coverage", "Coverage.complete", _as_property(True)),
-        Change("kv_transfer.session", "_Rank.complete", _as_property(True)),
+        Change("kv_transfer.session", "_Rank.complete", _when_listed),
     ),
     # Not a breakage that a test must notice, but what the safety machinery's cost is measured against.
     "safety_off": (
@@ -231,7 +230,6 @@ SABOTAGES: dict[str, tuple[Change, ...]] = {
     ),
     "ranks_mixed_up": (Change("kv_transfer.session", "ReaderSession._attached", _rank_zero),),
     "one_layout_for_all": (Change("core.layout", "PageLayout.fingerprint", _as_property(b"\0" * 16)),),
-    "failed_blocks_cached": (Change("decode_node.node", "DecodeNode.on_failed", _caches_what_failed),),
     "digests_unchecked": (Change("kv_transfer.transport", "Address.check", _nothing),),
     "incarnations_by_name": (Change("core.types", "Incarnation.__eq__", _by_name_only),),
     "tokens_unchecked": (Change("kv_transfer.session", "hmac.compare_digest", _always(True)),),
