@@ -89,15 +89,17 @@ def test_p3_c8_a_killed_prefill_node_gives_decodes_pages_back_and_the_request_is
 def test_p4_a_killed_router_leaves_nothing_on_either_side(fleet: Fleet) -> None:
     """P4. Between prefill's work and decode's admission."""
     fleet.arm_all("prefill", "part", "slow", seconds=0.5)
-    request = Watched(fleet, 130)
+    request = Watched(fleet, 130, output=300)
     wait_until(lambda: any(one.sessions.get("receiving", 0) for one in fleet.stats().values()), 10)
     nodes = fleet.nodes()
     fleet.signal("router", signal.SIGKILL)
     fleet.remote.clear()
+    fleet.arm_all("decode", "decode.step", seconds=0.05)  # nothing ends by itself
     request.end(10)
     assert request.error is not None
     wait_until(lambda: len(fleet.nodes()) == len(nodes), 20)
     fleet.assert_settled(2 * LEASE_S + 2)
+    fleet.remote.clear()
     right(fleet, 131)
 
 

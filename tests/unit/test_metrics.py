@@ -55,12 +55,17 @@ def a_router() -> RouterMetrics:
 
 
 def a_node(clock: Clock | None = None) -> NodeMetrics:
-    return NodeMetrics(Role.DECODE, no_stats, asyncio.new_event_loop(), clock=clock or Clock())
+    links = {"decode-1@0000000000000007/0": 2e9}
+    return NodeMetrics(Role.DECODE, no_stats, asyncio.new_event_loop(), links=lambda: links, clock=clock or Clock())
 
 
 def value(metrics: Iterator[Metric], name: str, **labels: str) -> float:
     samples = [one for metric in metrics for one in metric.samples]
     return next(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
+
+
+def test_the_speed_of_a_link_is_named_by_the_peer_and_not_by_its_life() -> None:
+    assert value(a_node().of(STATS), "kvrelay_relay_bytes_per_second", peer="decode-1") == 2e9
 
 
 def existing() -> set[str]:

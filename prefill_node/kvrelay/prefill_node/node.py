@@ -124,7 +124,7 @@ async def serve(
     )
     progress = _progress(leader, transfer, registration, limit_s=settings.stuck_after_s)
     registry = CollectorRegistry()
-    registry.register(NodeMetrics(Role.PREFILL, servicer.stats, loop))
+    registry.register(NodeMetrics(Role.PREFILL, servicer.stats, loop, links=transfer.link_speeds))
     metrics = telemetry.serve(settings.metrics_listen, registry)
     await published.start()
     await server.set_serving(True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from prometheus_client.core import Metric
 
@@ -52,12 +52,14 @@ class NodeMetrics:
         stats: Callable[[], Awaitable[common_pb2.NodeStats]],
         loop: asyncio.AbstractEventLoop,
         *,
+        links: Callable[[], Mapping[str, float]] = dict,
         clock: Clock = monotonic,
     ) -> None:
-        """`stats` runs on `loop`."""
+        """`stats` runs on `loop`; `links` returns bytes per second to each peer, by the name of its agent."""
         self._role = role.value
         self._stats = stats
         self._loop = loop
+        self._links = links
         self._clock = clock
         self._quarantined_since_s: float | None = None
 
@@ -83,6 +85,9 @@ class NodeMetrics:
         text = "Time since pages first were in quarantine without a break, as scrapes saw it"
         age_s = self._quarantine_age_s(stats.quarantined_pages)
         yield gauge("kvrelay_quarantine_age_seconds", text, {"": age_s}, role=role)
+        text = "Measured speed of the data plane to a peer; of a ring, that of its first rank"
+        speeds = {agent.partition("@")[0]: speed for agent, speed in self._links().items()}
+        yield gauge("kvrelay_relay_bytes_per_second", text, speeds, label="peer", role=role)
         for name, (metric, text) in COUNTERS.items():
             if name in stats.counters:
                 yield counter(metric, text, stats.counters[name], role=role)

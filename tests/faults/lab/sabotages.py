@@ -166,6 +166,10 @@ def _strictly_in_order(part_landed: Any) -> Any:
     return strict
 
 
+def _no_actions(_: Any) -> Any:
+    return lambda *args, **kwargs: []
+
+
 def _when_listed(_: Any) -> Any:
     return property(lambda self: self.listed is not None)
 
@@ -186,12 +190,16 @@ _DECODE_LEASES = (
 SABOTAGES: dict[str, tuple[Change, ...]] = {
     # leases and ends
     "leases_never_end": (*_DECODE_LEASES, Change("prefill_node.leases", "Leases.check", _nothing)),
-    "holders_death_unnoticed": (*_DECODE_LEASES, Change("decode_node.node", "DecodeNode.close_stream", _nothing)),
+    "holders_death_unnoticed": (
+        *_DECODE_LEASES,
+        Change("decode_node.node", "DecodeNode.close_stream", _nothing),
+        Change("prefill_node.leader", "Leader.cancel", _nothing),
+    ),
     "renewals_stop": (Change("router.leases", "LeaseKeeper._renew_all", _nothing),),
     "renewals_of_half": (Change("router.leases", "LeaseKeeper._renew_all", _half_of_them),),
     "time_stands_still": (Change("decode_node.lease", "LeaseThread._on_loop", _nothing),),
     "sources_never_free": (Change("prefill_node.handoff", "EndpointWriter._on_sources_free", _nothing),),
-    "dead_writers_unnoticed": (Change("kv_transfer.reader_hub", "ReaderHub.writer_dead", _nothing),),
+    "dead_writers_unnoticed": (Change("kv_transfer.session", "ReaderSession._writer_dead", _no_actions),),
     "abort_does_nothing": (Change("decode_node.node", "DecodeNode.abort", _abort_says_yes),),
     "aborts_not_remembered": (Change("decode_node.records", "Records.was_aborted", _always(False)),),
     "aborts_not_told": (Change("kv_transfer.hub_sessions", "HubSessions._send", _without_aborts),),
