@@ -144,7 +144,7 @@ def test_no_metric_names_a_request_or_a_client() -> None:
     families = [*a_router().registry.collect(), *a_node().of(STATS)]
     labels = {label for family in families for sample in family.samples for label in sample.labels}
 
-    assert labels <= {"role", "state", "part", "status", "confidence", "source", "reason", "le"}
+    assert labels <= {"role", "state", "part", "status", "confidence", "source", "reason", "le", "peer"}
 
 
 def test_an_endpoint_serves_the_registry() -> None:
