@@ -1,4 +1,4 @@
-"""What every GPU kernel must give, on a GPU or in Triton's interpreter.
+"""What every decode kernel must give, on a GPU or in Triton's interpreter; kernel_contract_rows.py has the others.
 
 Collected by tests/gpu/test_kernels.py on a device, and by tests/unit/test_kernel_contract.py in a process of its own
 with TRITON_INTERPRET=1. Results are compared with the reference over the same rounded inputs.
@@ -10,17 +10,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvrelay.core.errors import CapacityError
-from kvrelay.kernels import checksum, mla_decode, mla_prefill, quant, reference, triton_checksum
+from kvrelay.kernels import mla_decode, quant, reference
 from kvrelay.kernels.mla_decode import DecodePlan, MlaDecode, Problem
 from kvrelay.kernels.paged_plan import PagedPlan
-from kvrelay.kernels.rope import Rope, RopeKind, RopeSpec, RopeTables, apply_rope
-from kvrelay.kernels.triton_merge import merge
-from kvrelay.kernels.triton_pack import pack_pages, unpack_pages
-from kvrelay.kernels.triton_rows import rotate, write_rows
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -204,186 +199,3 @@ def test_a_captured_step_follows_the_plan() -> None:
     graph.replay()
 
     torch.testing.assert_close(out.cpu(), shorter.expected(), atol=3e-2, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_fused_merge_equals_one_softmax(dtype: torch.dtype) -> None:
-    q, k, v = (randn(*shape, dtype=torch.float32, seed=1) for shape in ((9, 3, 8), (50, 3, 8), (50, 3, 6)))
-    (out_a, lse_a), (out_b, lse_b) = (
-        reference.attend_block(q, k[cut], v[cut], scale=0.5, causal=False) for cut in (slice(0, 20), slice(20, 50))
-    )
-    lse_a[2], out_a[2] = -torch.inf, 0.0
-    lse_b[2:4], out_b[2:4] = -torch.inf, 0.0
-    halves = (
-        out_a.to(DEVICE).contiguous(),
-        lse_a.to(DEVICE),
-        out_b.to(dtype).to(DEVICE),
-        lse_b.T.contiguous().T.to(DEVICE),
-    )
-
-    out, lse = merge(*halves)
-
-    weight = (lse_b - torch.logaddexp(lse_a, lse_b)).exp().nan_to_num(0.0)[..., None]
-    torch.testing.assert_close(
-        out.cpu(), out_a * (1 - weight) + out_b * weight, atol=3e-2 if dtype != torch.float32 else 1e-5, rtol=0
-    )
-    torch.testing.assert_close(lse.cpu(), torch.logaddexp(lse_a, lse_b), atol=1e-5, rtol=0)
-    assert not out[2].any()
-    again, _ = merge(*halves, into=halves[0])
-    assert again.data_ptr() == halves[0].data_ptr()
-    torch.testing.assert_close(again, out, atol=0, rtol=0)
-
-
-PREFILL = [(1, 77, False), (33, 33, True), (300, 300, True), (5, 2500, False), (520, 520, True), (257, 31, False)]
-
-
-@pytest.mark.skipif(not ON_GPU, reason="kernels of others, for GPUs alone")
-@pytest.mark.parametrize(("queries", "keys", "causal"), PREFILL)
-@pytest.mark.parametrize(("heads", "key_width", "value_width"), [(16, 192, 128), (4, 96, 64)])
-@pytest.mark.parametrize("name", ["flash-attn-4", "cudnn", "torch"])
-def test_a_prefill_block_equals_the_reference(
-    name: str, heads: int, key_width: int, value_width: int, queries: int, keys: int, causal: bool
-) -> None:
-    problem = mla_prefill.Problem("cuda", torch.bfloat16, key_width, value_width)
-    backend = next(backend for backend in mla_prefill.BACKENDS if backend.name == name)
-    if (why := backend.refuses(problem)) is not None:
-        pytest.skip(why)
-    q, k, v = a_prefill(queries, keys, heads, key_width, value_width)
-
-    out, lse = backend.load()(q, k, v, scale=0.1, causal=causal)
-
-    out_expected, lse_expected = reference.attend_block(q.cpu(), k.cpu(), v.cpu(), scale=0.1, causal=causal)
-    torch.testing.assert_close(out.float().cpu(), out_expected, atol=2e-2, rtol=0)
-    torch.testing.assert_close(lse.cpu(), lse_expected, atol=1e-3, rtol=1e-4)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_ragged_batch_equals_its_requests_one_by_one(causal: bool) -> None:
-    queries = (100, 1, 333)
-    keys = queries if causal else (7, 500, 64)
-    q, k, v = a_prefill(sum(queries), sum(keys), 4, 192, 128)
-
-    out, lse = mla_prefill.attend_ragged(
-        q, k, v, mla_prefill.Ragged.make(queries, keys, DEVICE), scale=0.1, causal=causal
-    )
-
-    parts = zip(*(torch.split(x.cpu(), list(n)) for x, n in ((q, queries), (k, keys), (v, keys))), strict=True)
-    expected = [reference.attend_block(*part, scale=0.1, causal=causal) for part in parts]
-    torch.testing.assert_close(out.float().cpu(), torch.cat([part for part, _ in expected]), atol=2e-2, rtol=0)
-    torch.testing.assert_close(lse.cpu(), torch.cat([part for _, part in expected]), atol=1e-3, rtol=1e-4)
-
-
-def a_prefill(queries: int, keys: int, heads: int, key_width: int, value_width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v; values are a view, as the model's are."""
-    q = randn(queries, heads, key_width, dtype=torch.bfloat16, seed=1)
-    k = randn(keys, heads, key_width, dtype=torch.bfloat16, seed=2)
-    up = randn(keys, heads, 128 + value_width, dtype=torch.bfloat16, seed=3)
-    return q.to(DEVICE), k.to(DEVICE), up.to(DEVICE)[..., 128:]
-
-
-def test_the_device_checksum_equals_the_hosts() -> None:
-    rows = torch.randint(-(1 << 63), (1 << 63) - 1, (300, 144), generator=torch.Generator().manual_seed(1))
-    host = checksum.checksum_bytes(rows.numpy().data)
-    on_device = rows.to(DEVICE)
-
-    assert checksum.to_unsigned(int(triton_checksum.word_sum(on_device.view(-1), first_word=0))) == host
-    order = torch.randperm(300, generator=torch.Generator().manual_seed(2))
-    scattered = torch.empty_like(rows)
-    scattered[order] = rows
-    by_slot = triton_checksum.slot_sum(scattered.to(DEVICE), order.to(DEVICE), first_word=0)
-    assert checksum.to_unsigned(int(by_slot)) == host
-    cut = 7 * 144
-    parts = [
-        int(triton_checksum.word_sum(on_device.view(-1)[:cut].contiguous(), first_word=0)),
-        int(triton_checksum.word_sum(on_device.view(-1)[cut:].contiguous(), first_word=cut)),
-    ]
-    assert checksum.to_unsigned(sum(parts)) == host
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_packed_pages_come_back_where_they_belong(dtype: torch.dtype) -> None:
-    pool = randn(3, 9, 16, 20, dtype=dtype).to(DEVICE)
-    pages = torch.tensor([7, 0, 4], device=DEVICE)
-    packed = torch.full((3, 3, 16, 20), torch.nan, dtype=dtype, device=DEVICE)
-
-    pack_pages(pool, pages, packed)
-    assert torch.equal(packed, pool[:, pages])
-
-    other = torch.zeros_like(pool)
-    unpack_pages(other, pages, packed)
-    expected = torch.zeros_like(pool)
-    expected[:, pages] = packed
-    assert torch.equal(other, expected)
-
-
-@pytest.mark.parametrize(("latent", "rope"), [(48, 24), (256, 32)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fused_rows_equal_norm_and_rope_one_after_the_other(latent: int, rope: int, dtype: torch.dtype) -> None:
-    mixed = randn(5, 10 + latent + rope, dtype=dtype)
-    latents, keys = mixed[:, 10 : 10 + latent], mixed[:, 10 + latent :]
-    norm = randn(latent, dtype=dtype, seed=3)
-    tables = Rope(RopeSpec(kind=RopeKind.DEFAULT, width=rope, theta=1e4), torch.device("cpu")).tables(
-        torch.arange(90, 95), 0
-    )
-    expected = torch.cat((F.rms_norm(latents, (latent,), norm, 1e-6), apply_rope(keys, tables)), -1)
-    pool = torch.full((8, latent + rope), 7.0, dtype=dtype, device=DEVICE)
-    slots = torch.tensor([6, 0, -1, 3, 2], device=DEVICE)
-    rows = torch.empty(5, latent + rope, dtype=dtype, device=DEVICE)
-    on_device = RopeTables(tables.cos_TR.to(DEVICE), tables.sin_TR.to(DEVICE))
-    moved = mixed.to(DEVICE)
-
-    write_rows(
-        moved[:, 10 : 10 + latent], moved[:, 10 + latent :],
-        norm_C=norm.to(DEVICE), eps=1e-6, tables=on_device, slots_T=slots, pool=pool, rows_TW=rows,
-    )  # fmt: skip
-
-    torch.testing.assert_close(rows.cpu(), expected, atol=1e-5 if dtype == torch.float32 else 4e-2, rtol=0)
-    assert torch.equal(pool[[6, 0, 3, 2]], rows[[0, 1, 3, 4]])
-    assert (pool[[1, 4, 5, 7]] == 7.0).all(), "a negative slot stores nothing"
-
-
-@pytest.mark.parametrize(("latent", "rope"), [(32, 16), (256, 32)])
-def test_fused_quantised_rows_have_the_bytes_of_the_reference(latent: int, rope: int) -> None:
-    mixed = randn(5, latent + rope, dtype=torch.bfloat16).to(DEVICE)
-    tables = Rope(RopeSpec(kind=RopeKind.DEFAULT, width=rope, theta=1e4), DEVICE).tables(
-        torch.arange(5, device=DEVICE), 0
-    )
-    pool = torch.zeros(5, quant.row_bytes(latent, rope), dtype=torch.uint8, device=DEVICE)
-    rows = torch.empty_like(mixed)
-
-    write_rows(
-        mixed[:, :latent], mixed[:, latent:], norm_C=torch.ones(latent, dtype=torch.bfloat16, device=DEVICE),
-        eps=1e-6, tables=tables, slots_T=torch.arange(5, device=DEVICE), pool=pool, rows_TW=rows,
-    )  # fmt: skip
-
-    found, expected = pool.cpu(), quant.quantise(rows.cpu(), latent_width=latent)
-    if not ON_GPU:  # the interpreter's e4m3 rounds ties up and loses the carry into the exponent
-        found, expected = found[:, latent:], expected[:, latent:]
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("spread", [1.0, 1e-4, 3e3])
-def test_quantising_keeps_its_error_bound(spread: float) -> None:
-    rows = randn(64, 256 + 32, dtype=torch.bfloat16) * spread
-    rows[3, :128] = 0.0
-    rows[5, 7] *= 100  # an outlier coarsens its own group alone
-    rows[:, 256:] *= 1000
-
-    back = quant.dequantise(quant.quantise(rows, latent_width=256), latent_width=256).float()
-
-    largest = rows[:, :256].float().reshape(64, 2, 128).abs().amax(-1, keepdim=True).expand(-1, -1, 128).flatten(1)
-    bound = torch.maximum(rows[:, :256].float().abs() / 16, largest / 2**17)
-    assert ((back - rows.float())[:, :256].abs() <= bound).all()
-    assert torch.equal(back[:, 256:], rows[:, 256:].float())
-
-
-def test_fused_rotation_equals_rope() -> None:
-    x = randn(4, 3, 40, dtype=torch.float32)
-    tables = Rope(RopeSpec(kind=RopeKind.DEFAULT, width=16, theta=1e4), torch.device("cpu")).tables(torch.arange(4), 0)
-    on_device = x.to(DEVICE)
-    out = on_device if ON_GPU else x.clone()  # in place; the interpreter copies its arguments, so not there
-
-    rotate(on_device[..., 24:], RopeTables(tables.cos_TR.to(DEVICE), tables.sin_TR.to(DEVICE)), out[..., 24:])
-
-    torch.testing.assert_close(out[..., 24:].cpu(), apply_rope(x[..., 24:], tables), atol=1e-5, rtol=0)
-    assert torch.equal(out[..., :24].cpu(), x[..., :24])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernel_contract import *  # noqa: F403 - its tests are collected here
+from kernel_contract_rows import *  # noqa: F403
 
 pytestmark = [
     pytest.mark.gpu,

@@ -50,10 +50,14 @@ def side_by_side(
     for number in range(repetitions):
         names = list(works) if number % 2 == 0 else list(works)[::-1]  # neither always runs on a warmer device
         for name in names:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()  # type: ignore[no-untyped-call]
+            begin, end = _event(), _event()
+            begin.record()
             works[name]()
-            end.record()  # type: ignore[no-untyped-call]
-            end.synchronize()  # type: ignore[no-untyped-call]
-            found[name].append(begin.elapsed_time(end) * 1e-3 / calls_per_work)  # type: ignore[no-untyped-call]
+            end.record()
+            end.synchronize()
+            found[name].append(begin.elapsed_time(end) * 1e-3 / calls_per_work)
     return {name: Times(tuple(times)) for name, times in found.items()}
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -20,11 +20,9 @@ from torch import Tensor
 
 from kvrelay.kernels import quant
 from kvrelay.kernels.paged_plan import PagedPlan
+from kvrelay.kernels.triton_join import join
 
 HOST_PARTS = 6  # for the interpreter: few, but enough to cut sequences
-# Few pieces a sequence in a large batch, hundreds of them in a batch of one: then narrow columns make enough programs.
-JOIN_MANY = (64, 32)  # pieces read at once, columns of a program
-JOIN_FEW = (8, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,26 +122,6 @@ def _rows(pool_PSW: Tensor, latent_width: int) -> Rows:
         pool_PSW.view(torch.float32),
         pool_PSW.view(torch.bfloat16),
         quant.groups_of(latent_width),
-    )
-
-
-def join(out_BNC: Tensor, pieces_JNC: Tensor, lse_JN: Tensor, plan: PagedPlan, *, parts: int) -> None:
-    """Write the sequences that were cut, from their pieces, and zeros for those of length 0."""
-    num_sequences, num_heads, latent_width = out_BNC.shape
-    pieces, width = JOIN_MANY if parts > 8 * num_sequences else JOIN_FEW
-    width = min(width, triton.next_power_of_2(latent_width))
-    _join[(num_sequences, num_heads, triton.cdiv(latent_width, width))](
-        out_BNC,
-        pieces_JNC,
-        lse_JN,
-        plan.starts_B1,
-        num_sequences,
-        parts,
-        N=num_heads,
-        C=latent_width,
-        WIDTH=width,
-        PIECES=pieces,
-        num_warps=1,
     )
 
 
@@ -261,47 +239,3 @@ def _decode(
                 tl.store(lse_ptr + piece_H, top_H + tl.log2(sum_H), head_H < N)
         tile = stop
         seq += 1
-
-
-@triton.jit
-def _join(
-    out_ptr,
-    pieces_ptr,
-    lse_ptr,
-    starts_ptr,
-    num_sequences,
-    parts,
-    N: tl.constexpr,
-    C: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PIECES: tl.constexpr,
-):
-    seq = tl.program_id(0)
-    head = tl.program_id(1)
-    col_C = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
-    per_part = tl.maximum(tl.cdiv(tl.load(starts_ptr + num_sequences), parts), 1)
-    start = tl.load(starts_ptr + seq)
-    end = tl.load(starts_ptr + seq + 1)
-    out_row_ptr = out_ptr + (seq * N + head) * C
-    if start == end:
-        tl.store(out_row_ptr + col_C, tl.zeros([WIDTH], tl.float32), col_C < C)
-        return
-    first = start // per_part
-    count = (end - 1) // per_part - first + 1
-    if count > 1:  # else the decode kernel wrote it
-        top = tl.full([], -float("inf"), tl.float32)
-        total = tl.zeros([], tl.float32)
-        acc_C = tl.zeros([WIDTH], tl.float32)
-        for done in tl.range(0, count, PIECES):
-            piece_J = done + tl.arange(0, PIECES)
-            row_J = (first + piece_J + seq) * N + head
-            lse_J = tl.load(lse_ptr + row_J, piece_J < count, other=-float("inf"))
-            new_top = tl.maximum(top, tl.max(lse_J, 0))
-            weight_J = tl.exp2(lse_J - new_top)
-            mask_JC = (piece_J < count)[:, None] & (col_C < C)[None, :]
-            piece_JC = tl.load(pieces_ptr + row_J.to(tl.int64)[:, None] * C + col_C[None, :], mask_JC, other=0.0)
-            shrink = tl.exp2(top - new_top)
-            acc_C = acc_C * shrink + tl.sum(piece_JC * weight_J[:, None], 0)
-            total = total * shrink + tl.sum(weight_J, 0)
-            top = new_top
-        tl.store(out_row_ptr + col_C, acc_C / total, col_C < C)
