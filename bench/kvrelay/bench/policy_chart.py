@@ -11,8 +11,8 @@ from kvrelay.core.errors import SettingsError
 
 _FIGURES = (
     ("hit_over_ceiling", "hits over the ceiling"),
-    ("max_over_mean_work", "most work of a node over the mean"),
-    ("ttft_p99_s", "p99 of the time to the first token, s"),
+    ("max_over_mean_work", "most work over mean"),
+    ("ttft_p99_s", "TTFT p99, s"),
 )
 
 
@@ -39,7 +39,9 @@ def write(file: Path, traces: Mapping[str, Mapping[str, Any]]) -> None:
             values = [policy[key] for policy in policies.values()]
             bars = axes.barh(list(policies), values, color=["#2a7" if "ours" in one else "#999" for one in policies])
             axes.bar_label(bars, labels=[f"{value:.3g}" for value in values], padding=3)
-            axes.margins(x=0.15)
+            if key.endswith("_s"):
+                axes.set_xscale("log")  # the worst is a thousand times the best
+            axes.margins(x=0.2)
             axes.invert_yaxis()
             axes.set_title(f"{name}: {title}", fontsize=9)
             if axes is not row[0]:
