@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.core.shard import Span
 from kvrelay.kv_transfer.plan import owned_ranges
 from kvrelay.prefill_node import ring_plan
+from kvrelay.prefill_node.ring_plan import Pair
 
 CHUNKS = st.builds(lambda start, size: Span(start, start + size), st.integers(0, 300), st.integers(1, 400))
 RINGS = st.integers(1, 5)
@@ -148,3 +150,24 @@ def test_pages_are_spread_so_that_no_rank_holds_many_more_than_its_share() -> No
         )
 
     assert max(owners.count(rank) for rank in range(3)) <= 1.2 * len(owners) / 3
+
+
+@pytest.mark.parametrize("most_tokens", [1, 3, 7, 100])
+@pytest.mark.parametrize(
+    "pair", [Pair(Span(4, 14), Span(2, 12), causal=True), Pair(Span(3, 10), Span(5, 16), causal=False)]
+)
+def test_blocks_of_a_pair_cover_each_of_its_scores_once(pair: Pair, most_tokens: int) -> None:
+    seen: list[tuple[int, int]] = []
+    for block in pair.blocks(most_tokens):
+        assert max(block.queries.num_tokens, block.keys.num_tokens) <= most_tokens
+        for query in range(block.queries.start, block.queries.end):
+            last = query - block.queries.start + block.keys.start if block.causal else block.keys.end - 1
+            seen += [(query, key) for key in range(block.keys.start, last + 1)]
+
+    whole = [
+        (query, key)
+        for query in range(pair.queries.start, pair.queries.end)
+        for key in range(pair.keys.start, pair.keys.end)
+        if not pair.causal or key - pair.keys.start <= query - pair.queries.start
+    ]
+    assert sorted(seen) == whole

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvrelay.bench import device_rates, report, step_profile, vllm_figures
@@ -100,10 +101,10 @@ class Bench:
         }  # fmt: skip
 
     def time_to_first_token(self, tokens: int, runs: int) -> dict[str, Any]:
-        rng = random.Random(tokens)  # noqa: S311
+        rng = np.random.default_rng(tokens)
         taken_s = []
         for run in range(runs + 1):
-            prompt = [rng.randrange(self.config.vocab_size) for _ in range(tokens)]
+            prompt = rng.integers(self.config.vocab_size, size=tokens)
             session = self.single.open(tokens)
             began_s = time.perf_counter()
             int(self.single.prefill(session, prompt, chunk_tokens=self.options.chunk_tokens).argmax())

@@ -36,6 +36,13 @@ def add_device_benches(kinds: Any) -> None:
     relay.add_argument("--reader", default="cuda:0", metavar="D", help="device of the process that is written to")
     relay.add_argument("--megabytes", type=positive, default=512, metavar="N", help="size of each write")
     _add_out(relay, "relay")
+    ring = kinds.add_parser("ring", help="one layer's attention over a ring of devices, over what one device takes")
+    ring.add_argument("--ranks", type=positive, default=2, metavar="R", help="processes, one device each")
+    ring.add_argument("--tokens", type=positive, nargs="+", default=[32_768, 131_072, 524_288], metavar="N",
+                      help="lengths of the prompt")  # fmt: skip
+    ring.add_argument("--rounds", type=positive, default=5, metavar="N", help="measurements per figure")
+    ring.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="kind of the devices")
+    _add_common(ring, "ring")
 
 
 def _add_common(kind: argparse.ArgumentParser, name: str) -> None:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 _MERGE_ROWS = 8  # (token, head) rows per program
-_ROUTER_EXPERTS = 4  # experts per program: enough programs to pull the weight from memory at batch 1
+_ROUTER_EXPERTS = 1  # experts per program: enough programs to pull the weight from memory at batch 1
 
 
 @triton.jit
@@ -162,25 +162,6 @@ def softmax_top(
         num_warps=1 if block == 1 else 4,
     )  # fmt: skip
     return weights_TK, ids_TK
-
-
-@triton.jit
-def _store_rows_kernel(rows_ptr, slots_ptr, pool_ptr, rows_stride, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < tl.where(slot < 0, 0, width)
-    values = tl.load(rows_ptr + row * rows_stride + columns, mask=inside, other=0.0)
-    tl.store(pool_ptr + slot * width + columns, values.to(pool_ptr.dtype.element_ty), mask=inside)
-
-
-def store_rows(rows_TW: Tensor, slots_T: Tensor, pool_SW: Tensor) -> None:
-    """Store each row in its slot of a contiguous pool, converted to its dtype; slot -1 stores nothing."""
-    assert rows_TW.stride(1) == 1, "the numbers of a row are neighbours"
-    width = rows_TW.shape[1]
-    _store_rows_kernel[(rows_TW.shape[0],)](
-        rows_TW, slots_T, pool_SW, rows_TW.stride(0), width, BLOCK=triton.next_power_of_2(width), num_warps=4
-    )
 
 
 @triton.jit

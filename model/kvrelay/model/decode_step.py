@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.mla_decode import DecodePlan, mla_decode
+from kvrelay.kernels.rope import RopeTables
 from kvrelay.kvcache.pool import LatentPool
-from kvrelay.model.transformer import Model
+from kvrelay.model.transformer import Layer, Model
 
 
 @torch.inference_mode()
@@ -37,18 +38,18 @@ def decode_forward(
     hidden_BD = model.embed(ids_B)
     scale, latent_width = model.softmax_scale, model.config.kv_lora_rank
     for number, layer in enumerate(model.layers):
-        projected = layer.project(hidden_BD, rope)
-        _store(pool, number, plan, projected.rows_TW)
-        q_BNW = layer.absorb(projected.q_TNK)
+        q_BNW = layer.absorb(_project(layer, pool, number, hidden_BD, rope, plan))
         out_BNC = mla_decode(q_BNW, pool.layer(number), plan, scale=scale, latent_width=latent_width)
         hidden_BD = layer.finish(hidden_BD, layer.unabsorb(out_BNC))
     return model.logits(hidden_BD)
 
 
-def _store(pool: LatentPool, layer: int, plan: DecodePlan, rows_BW: Tensor) -> None:
+def _project(
+    layer: Layer, pool: LatentPool, number: int, hidden_BD: Tensor, rope: RopeTables, plan: DecodePlan
+) -> Tensor:
+    """Return the new tokens' queries q_BNK and store their rows."""
     if plan.paged is not None:
-        from kvrelay.kernels.triton_layer import store_rows  # noqa: PLC0415 - Triton is needed for paged plans alone
-
-        store_rows(rows_BW, plan.slots_B, pool.rows(layer))
-    else:
-        pool.write(layer, plan.slots_B, rows_BW)
+        return layer.project_into(hidden_BD, rope, plan.slots_B, pool.rows(number))
+    projected = layer.project(hidden_BD, rope)
+    pool.write(number, plan.slots_B, projected.rows_TW)
+    return projected.q_TNK

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvrelay.kernels.mla_prefill import attend_block
 from kvrelay.kernels.rope import RopeTables, apply_rope
+from kvrelay.kernels.triton_support import triton_refuses
 from kvrelay.model.config import ModelConfig
 
 LATENT_NORM_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps says
@@ -58,6 +59,38 @@ class Attention:
 
     def project(self, normed_TD: Tensor, rope: RopeTables) -> Projected:
         """Return queries and cache rows of tokens whose hidden states are already normalised."""
+        q_TNK, latent_TC, key_TR = self._products(normed_TD)
+        nope_width, norm_C = self._nope_width, self._weights.kv_norm_C
+        if normed_TD.is_cuda and triton_refuses("cuda") is None:
+            from kvrelay.kernels.triton_rows import rotate, write_rows  # noqa: PLC0415 - optional
+
+            rotate(q_TNK[..., nope_width:], rope, q_TNK[..., nope_width:])
+            rows_TW = latent_TC.new_empty(len(latent_TC), self._latent_width + self._rope_width)
+            slots_T = torch.arange(len(rows_TW), device=rows_TW.device)
+            write_rows(
+                latent_TC, key_TR, norm_C=norm_C, eps=LATENT_NORM_EPS, tables=rope, slots_T=slots_T, pool=rows_TW
+            )
+            return Projected(q_TNK, rows_TW)
+        latent_TC = F.rms_norm(latent_TC, latent_TC.shape[-1:], norm_C, LATENT_NORM_EPS)
+        turned_TNR = apply_rope(q_TNK[..., nope_width:], rope)
+        return Projected(
+            q_TNK=torch.cat((q_TNK[..., :nope_width], turned_TNR), -1),
+            rows_TW=torch.cat((latent_TC, apply_rope(key_TR, rope)), -1),
+        )
+
+    def project_into(self, normed_TD: Tensor, rope: RopeTables, slots_T: Tensor, pool_SW: Tensor) -> Tensor:
+        """Return queries q_TNK, and store the cache rows in a layer's pool; slot -1 stores nothing. Needs Triton."""
+        from kvrelay.kernels.triton_rows import rotate, write_rows  # noqa: PLC0415 - optional
+
+        q_TNK, latent_TC, key_TR = self._products(normed_TD)
+        turning_TNR = q_TNK[..., self._nope_width :]
+        rotate(turning_TNR, rope, turning_TNR)
+        norm_C = self._weights.kv_norm_C
+        write_rows(latent_TC, key_TR, norm_C=norm_C, eps=LATENT_NORM_EPS, tables=rope, slots_T=slots_T, pool=pool_SW)
+        return q_TNK
+
+    def _products(self, normed_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q_TNK, not rotated, latent_TC, not normalised, and key_TR, not rotated."""
         weights = self._weights
         row_width = self._latent_width + self._rope_width
         mixed = F.linear(normed_TD, weights.in_proj, weights.in_bias)
@@ -66,17 +99,13 @@ class Attention:
         )
         if weights.q_up is not None and weights.q_norm is not None:
             q = F.linear(F.rms_norm(q, q.shape[-1:], weights.q_norm, LATENT_NORM_EPS), weights.q_up)
-        q_TNK = q.view(-1, self._num_heads, self._nope_width + self._rope_width)
-        latent_TC = F.rms_norm(latent_TC, latent_TC.shape[-1:], weights.kv_norm_C, LATENT_NORM_EPS)
-        turned_TNR = apply_rope(q_TNK[..., self._nope_width :], rope)
-        return Projected(
-            q_TNK=torch.cat((q_TNK[..., : self._nope_width], turned_TNR), -1),
-            rows_TW=torch.cat((latent_TC, apply_rope(key_TR, rope)), -1),
-        )
+        return q.view(-1, self._num_heads, self._nope_width + self._rope_width), latent_TC, key_TR
 
     def expand(self, rows_SW: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys k_SNK and values v_SNV that cached rows stand for."""
         latent_SC, rope_SR = rows_SW.split_with_sizes([self._latent_width, self._rope_width], dim=-1)
+        if rows_SW.is_cuda:
+            return self._expand_in_place(latent_SC, rope_SR)
         up = F.linear(latent_SC, self._weights.kv_up).view(-1, self._num_heads, self._nope_width + self._value_width)
         nope_SNP, v_SNV = up.split_with_sizes([self._nope_width, self._value_width], dim=-1)
         k_SNK = torch.cat((nope_SNP, rope_SR[:, None].expand(-1, self._num_heads, -1)), -1)
@@ -112,6 +141,18 @@ class Attention:
         longer = row_width + self._latent_width - key_width - self._value_width
         return num_queries * (change + num_rows * longer) < num_rows * change
 
+    def _expand_in_place(self, latent_SC: Tensor, rope_SR: Tensor) -> tuple[Tensor, Tensor]:
+        """Let the products write each head where the attention kernel reads it, so that nothing is copied together."""
+        num_rows, heads, nope_width = len(latent_SC), self._num_heads, self._nope_width
+        k_SNK = latent_SC.new_empty(num_rows, heads, nope_width + self._rope_width)
+        v_SNV = latent_SC.new_empty(num_rows, heads, self._value_width)
+        latent_NSC = latent_SC.expand(heads, -1, -1)
+        key_up_NCP = self._weights.key_up_NPC.transpose(1, 2)
+        torch.bmm(latent_NSC, key_up_NCP, out=k_SNK[..., :nope_width].transpose(0, 1))
+        torch.bmm(latent_NSC, self._weights.value_up_NCV, out=v_SNV.transpose(0, 1))
+        k_SNK[..., nope_width:].copy_(rope_SR[:, None].expand(-1, heads, -1))
+        return k_SNK, v_SNV
+
     def absorb(self, q_TNK: Tensor) -> Tensor:
         """Return q_TNW whose product with a cached row equals that of q_TNK with the row's expanded key."""
         latent_NTC = torch.bmm(q_TNK[..., : self._nope_width].transpose(0, 1), self._weights.key_up_NPC)
@@ -120,7 +161,12 @@ class Attention:
     def unabsorb(self, out_TNC: Tensor) -> Tensor:
         """Return the values out_TNV of attention outputs that are still in latent space."""
         value_up_NCV = self._weights.value_up_NCV
-        return torch.bmm(out_TNC.to(value_up_NCV.dtype).transpose(0, 1), value_up_NCV).transpose(0, 1)
+        out_NTC = out_TNC.to(value_up_NCV.dtype).transpose(0, 1)
+        if not out_TNC.is_cuda:
+            return torch.bmm(out_NTC, value_up_NCV).transpose(0, 1)
+        out_TNV = out_NTC.new_empty(len(out_TNC), self._num_heads, self._value_width)
+        torch.bmm(out_NTC, value_up_NCV, out=out_TNV.transpose(0, 1))  # where the next product reads it
+        return out_TNV
 
     def output(self, attn_TNV: Tensor) -> Tensor:
         """Return the layer's attention output [T, D]."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,6 +22,8 @@ from kvrelay.model.decode_step import decode_forward
 from kvrelay.model.prefill_step import prefill_forward
 from kvrelay.model.sampler import SamplerState, sample
 from kvrelay.model.transformer import Model
+
+Ids = Sequence[int] | npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -54,7 +58,7 @@ class SingleEngine:
         session.owned_pages = []
 
     def prefill(
-        self, session: Session, ids: Sequence[int], *, chunk_tokens: int | None = None, all_logits: bool = False
+        self, session: Session, ids: Ids, *, chunk_tokens: int | None = None, all_logits: bool = False
     ) -> Tensor:
         """Compute a prompt into an empty sequence.
 
@@ -89,11 +93,11 @@ class SingleEngine:
         finally:
             self.close(session)
 
-    def _chunks(self, session: Session, ids: Sequence[int], chunk_tokens: int | None) -> Iterator[Tensor]:
+    def _chunks(self, session: Session, ids: Ids, chunk_tokens: int | None) -> Iterator[Tensor]:
         """Compute a prompt into an empty sequence; yield the last layer's output of each chunk."""
         self._check(ids)
         assert session.num_tokens == 0, "a prompt goes into an empty sequence"
-        ids_T = torch.tensor(ids, dtype=torch.int64, device=self._model.device)
+        ids_T = torch.from_numpy(np.asarray(ids, dtype=np.int64)).to(self._model.device)
         slots_T = self._slots(session, len(ids))
         step = chunk_tokens or len(ids)
         for start in range(0, len(ids), step):
@@ -157,11 +161,12 @@ class SingleEngine:
         assert num_tokens <= len(slots), "a sequence has pages for all its tokens"
         return slots[:num_tokens].to(self._model.device)
 
-    def _check(self, ids: Sequence[int], max_tokens: int = 0) -> None:
+    def _check(self, ids: Ids, max_tokens: int = 0) -> None:
         config = self._model.config
         if not len(ids):
             raise InvalidRequestError("the prompt is empty")
-        if bad := [token for token in ids if not 0 <= token < config.vocab_size]:
+        numbers = np.asarray(ids, dtype=np.int64)
+        if len(bad := numbers[(numbers < 0) | (numbers >= config.vocab_size)]):
             raise InvalidRequestError(f"token {bad[0]} is outside the vocabulary of {config.vocab_size}")
         if len(ids) + max_tokens > config.max_model_len:
             raise InvalidRequestError(

@@ -42,6 +42,11 @@ class Layer:
         """Return q_TNK (rope part rotated) and rows_TW (what is cached); rows are final."""
         return self._attention.project(F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self._input_norm_D, self._eps), rope)
 
+    def project_into(self, hidden_TD: Tensor, rope: RopeTables, slots_T: Tensor, pool_SW: Tensor) -> Tensor:
+        """Return q_TNK and store the rows in the layer's pool; see `Attention.project_into`."""
+        normed_TD = F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self._input_norm_D, self._eps)
+        return self._attention.project_into(normed_TD, rope, slots_T, pool_SW)
+
     def expand(self, rows_SW: Tensor) -> tuple[Tensor, Tensor]:
         """Return (k_SNK, v_SNV) of cached rows."""
         return self._attention.expand(rows_SW)

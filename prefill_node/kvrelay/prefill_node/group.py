@@ -84,6 +84,30 @@ class RingGroup:
             works += [self._isend(header.pack(), self._next), self._irecv(header_in, self._previous)]
         return Exchange(works, header_in)
 
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks, in rank order; every rank has as many."""
+        gathered = rows.new_empty((self.size * rows.shape[0], *rows.shape[1:]))
+        dist.all_gather(list(gathered.chunk(self.size)), rows.contiguous(), group=self._ring)
+        return gathered
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        """Give part r to rank r; return what came from each rank, in rank order. `parts` is [R, ...], contiguous."""
+        received = torch.empty_like(parts)
+        ops = []
+        for other in range(self.size):
+            if other == self.rank:
+                received[other].copy_(parts[other])
+            else:
+                ops.append(dist.P2POp(dist.isend, parts[other], other, self._ring))
+                ops.append(dist.P2POp(dist.irecv, received[other], other, self._ring))
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+        return received
+
+    def barrier(self) -> None:
+        """Wait for all ranks, on the host."""
+        dist.barrier(group=self._control)
+
     def broadcast(self, message: bytes) -> None:
         """Send one control message from rank 0 to all others."""
         for work in [work for rank in range(1, self.size) for work in self._send(message, rank)]:

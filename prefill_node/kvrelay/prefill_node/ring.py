@@ -24,6 +24,9 @@ from kvrelay.model.transformer import Layer
 from kvrelay.prefill_node.group import Header, RingGroup
 from kvrelay.prefill_node.ring_plan import Pair
 
+# Attention kernels slow down when a call is very long: cuDNN from 612 TFLOP/s at 32K tokens to 549 at 512K.
+BLOCK_TOKENS = 32_768
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -137,10 +140,11 @@ class Partial:
         return self._out_TNV
 
     def add(self, pair: Pair, k_BNK: Tensor, v_BNV: Tensor, scale: float) -> None:
-        """Attend one pair over expanded rows and merge it in."""
-        keys = slice(pair.keys.start, pair.keys.end)
-        part = attend_block(self._queries(pair), k_BNK[keys], v_BNV[keys], scale=scale, causal=pair.causal)
-        self._merge(pair, *part)
+        """Attend one pair over expanded rows and merge it in, block by block when it is long."""
+        for block in pair.blocks(BLOCK_TOKENS):
+            keys = slice(block.keys.start, block.keys.end)
+            part = attend_block(self._queries(block), k_BNK[keys], v_BNV[keys], scale=scale, causal=block.causal)
+            self._merge(block, *part)
 
     def add_rows(self, pair: Pair, layer: Layer, block_BW: Tensor, scale: float) -> None:
         """Attend one pair whose keys are all visible, and merge it in."""

@@ -5,7 +5,7 @@ Every rank computes the same answers from the same broadcast, so no rank ever as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,18 @@ class Pair:
         """Query-key pairs that are computed."""
         rows = self.queries.num_tokens
         return rows * (rows + 1) // 2 if self.causal else rows * self.keys.num_tokens
+
+    def blocks(self, most_tokens: int) -> Iterator[Pair]:
+        """Yield pairs of at most `most_tokens` queries and keys each that together are this one."""
+        for query in _cuts(self.queries, most_tokens):
+            last_key = self.keys.end
+            if self.causal:
+                shift = self.keys.start - self.queries.start
+                last_key = query.start + shift
+                yield Pair(query, Span(last_key, query.end + shift), causal=True)
+            if last_key > self.keys.start:
+                earlier = _cuts(Span(self.keys.start, last_key), most_tokens)
+                yield from (Pair(query, keys, causal=False) for keys in earlier)
 
 
 class PageTable:
@@ -166,6 +178,11 @@ def assign_pages(
         counts[owner] += 1
         owners.append(owner)
     return owners
+
+
+def _cuts(span: Span, most_tokens: int) -> Iterator[Span]:
+    for start in range(span.start, span.end, most_tokens):
+        yield Span(start, min(start + most_tokens, span.end))
 
 
 def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
