@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ import grpc
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.decoders import ByteLevel
 
 from kvrelay.core.types import Incarnation
 from kvrelay.index.registry import NodeRegistry
@@ -110,6 +112,18 @@ class PlayedDecode(Played, decode_pb2_grpc.DecodeNodeServicer):
             await asyncio.sleep(self.step_s)
             yield decode_pb2.DecodeEvent(tokens=decode_pb2.DecodeTokens(tokens=[token(one)]))
         yield decode_pb2.DecodeEvent(done=decode_pb2.DecodeDone(reason=common_pb2.FINISH_REASON_LENGTH))
+
+
+def model_of_bytes(folder: Path) -> Path:
+    """Write a model folder with a tokenizer that has a token for every byte."""
+    tokenizer = Tokenizer(models.BPE(vocab={letter: at for at, letter in enumerate(ALPHABET)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"vocab_size": 256, "max_position_embeddings": 512, "eos_token_id": 255}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages[0].content }}"}')
+    return folder
 
 
 def token(token_id: int) -> common_pb2.SampledToken:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,6 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from tokenizers import Tokenizer, models, pre_tokenizers
-from tokenizers.decoders import ByteLevel
 
 from kvrelay.core.clock import MAX_TIME_LIMIT_S
 from kvrelay.index.server import EmbeddedServer
@@ -34,6 +30,7 @@ from router_stage import (
     _record,
     asked,
     ids,
+    model_of_bytes,
     playing,
     said,
     until,
@@ -49,15 +46,7 @@ def index() -> Iterator[EmbeddedServer]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bytes")
-    tokenizer = Tokenizer(models.BPE(vocab={letter: at for at, letter in enumerate(ALPHABET)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"vocab_size": 256, "max_position_embeddings": 512, "eos_token_id": 255}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages[0].content }}"}')
-    return folder
+    return model_of_bytes(tmp_path_factory.mktemp("bytes"))
 
 
 async def test_a_request_is_accepted_streamed_and_accounted_for(index: EmbeddedServer, model: Path) -> None:
@@ -258,38 +247,6 @@ async def test_model_info_tells_the_limits_of_the_fleet(index: EmbeddedServer, m
     )  # fmt: skip
 
 
-async def test_a_drained_node_gets_nothing_any_more(index: EmbeddedServer, model: Path) -> None:
-    async with playing(index, model) as stage:
-        listed = await stage.fleet.ListNodes(fleet_pb2.ListNodesRequest())
-        reply = await stage.fleet.DrainNode(fleet_pb2.DrainNodeRequest(name="prefill"))
-        code, text = await stage.fails(asked(), timeout=5)
-        with pytest.raises(aio.AioRpcError, match="nobody"):
-            await stage.fleet.DrainNode(fleet_pb2.DrainNodeRequest(name="nobody"))
-
-    assert {record.node.name for record in listed.nodes} == {"prefill", "decode"}
-    assert (reply.active_requests, stage.prefill.drained) == (7, 1)
-    assert (code, "no prefill node" in text) == (grpc.StatusCode.UNAVAILABLE, True)
-
-
-async def test_a_request_can_be_explained_and_one_that_was_never_placed_cannot(
-    index: EmbeddedServer, model: Path
-) -> None:
-    async with playing(index, model) as stage:
-        await stage.registry.register(
-            _record("small", fleet_pb2.NODE_ROLE_DECODE, "127.0.0.1:1", total_pages=0), ttl_s=60
-        )
-        await until(lambda: len(stage.router.fleet.nodes()) == 3)
-        events = await stage.run(asked())
-        why = await stage.fleet.Explain(fleet_pb2.ExplainRequest(request_id=events[0].accepted.request_id))
-        with pytest.raises(aio.AioRpcError) as caught:
-            await stage.fleet.Explain(fleet_pb2.ExplainRequest(request_id="nobody"))
-
-    assert {(one.node, one.verdict) for one in why.candidates} == {("prefill", "chosen"), ("decode", "chosen")}
-    assert all(one.total_s == pytest.approx(sum(one.parts_s.values())) for one in why.candidates)
-    assert dict(why.refused) == {"small": "has 0 pages, the request needs 1"}
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-
 async def test_o1_a_request_beyond_the_bounded_queue_is_refused_at_once_with_a_hint(
     index: EmbeddedServer, model: Path
 ) -> None:
@@ -365,36 +322,3 @@ async def test_reflection_names_the_services(index: EmbeddedServer, model: Path)
 
     names = {service.name for service in reply.list_services_response.service}
     assert {"kvrelay.v1.Inference", "kvrelay.v1.Fleet", "grpc.health.v1.Health"} <= names
-
-
-async def test_a_preview_says_where_a_prompt_would_go_and_places_nothing(index: EmbeddedServer, model: Path) -> None:
-    asking = fleet_pb2.PreviewRequest(packed_ids=convert.pack_ids([1] * 200), max_tokens=8)
-    async with playing(index, model) as stage:
-        said = await stage.fleet.Preview(asking)
-        with pytest.raises(aio.AioRpcError, match="no request") as caught:
-            await stage.fleet.Preview(fleet_pb2.PreviewRequest(packed_ids=b"", max_tokens=8))
-
-        assert {(one.node, one.verdict) for one in said.candidates} == {("prefill", "chosen"), ("decode", "chosen")}
-        assert (said.prompt_tokens, stage.decode.reserved, stage.prefill.calls) == (200, [], [])
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_top_shows_what_a_router_serves_and_its_nodes(index: EmbeddedServer, model: Path) -> None:
-    async with playing(index, model) as stage:
-        for _ in range(3):
-            await stage.run(asked())
-        traffic = await stage.fleet.Traffic(fleet_pb2.TrafficRequest())
-        assert (dict(traffic.requests), traffic.output_tokens, sum(traffic.ttft.counts)) == ({"ok": 3}, 24, 3)
-        assert traffic.router == convert.incarnation_to_pb(stage.router.id)
-        words = [sys.executable, "-m", "kvrelay.cli.main", "top", "--endpoint", stage.endpoint]
-        process = await asyncio.create_subprocess_exec(
-            *words, "--frames", "2", "--interval-s", "0.1", stdout=asyncio.subprocess.PIPE
-        )
-        out, _ = await process.communicate()
-
-    assert process.returncode == 0
-    lines = out.decode().splitlines()
-    assert [line.split()[:2] for line in lines if line.startswith(("prefill ", "decode "))] == [
-        ["prefill", "prefill"],
-        ["decode", "decode"],
-    ] * 2

@@ -1,0 +1,94 @@
+"""What a router tells operators, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+
+from kvrelay.index.server import EmbeddedServer
+from kvrelay.proto import convert
+from kvrelay.proto.v1 import fleet_pb2
+from router_stage import _record, asked, model_of_bytes, playing, until
+
+
+@pytest.fixture(scope="module")
+def index() -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_of_bytes(tmp_path_factory.mktemp("bytes"))
+
+
+async def test_a_drained_node_gets_nothing_any_more(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model) as stage:
+        listed = await stage.fleet.ListNodes(fleet_pb2.ListNodesRequest())
+        reply = await stage.fleet.DrainNode(fleet_pb2.DrainNodeRequest(name="prefill"))
+        code, text = await stage.fails(asked(), timeout=5)
+        with pytest.raises(aio.AioRpcError, match="nobody"):
+            await stage.fleet.DrainNode(fleet_pb2.DrainNodeRequest(name="nobody"))
+
+    assert {record.node.name for record in listed.nodes} == {"prefill", "decode"}
+    assert (reply.active_requests, stage.prefill.drained) == (7, 1)
+    assert (code, "no prefill node" in text) == (grpc.StatusCode.UNAVAILABLE, True)
+
+
+async def test_a_request_can_be_explained_and_one_that_was_never_placed_cannot(
+    index: EmbeddedServer, model: Path
+) -> None:
+    async with playing(index, model) as stage:
+        await stage.registry.register(
+            _record("small", fleet_pb2.NODE_ROLE_DECODE, "127.0.0.1:1", total_pages=0), ttl_s=60
+        )
+        await until(lambda: len(stage.router.fleet.nodes()) == 3)
+        events = await stage.run(asked())
+        why = await stage.fleet.Explain(fleet_pb2.ExplainRequest(request_id=events[0].accepted.request_id))
+        with pytest.raises(aio.AioRpcError) as caught:
+            await stage.fleet.Explain(fleet_pb2.ExplainRequest(request_id="nobody"))
+
+    assert {(one.node, one.verdict) for one in why.candidates} == {("prefill", "chosen"), ("decode", "chosen")}
+    assert all(one.total_s == pytest.approx(sum(one.parts_s.values())) for one in why.candidates)
+    assert dict(why.refused) == {"small": "has 0 pages, the request needs 1"}
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_preview_says_where_a_prompt_would_go_and_places_nothing(index: EmbeddedServer, model: Path) -> None:
+    asking = fleet_pb2.PreviewRequest(packed_ids=convert.pack_ids([1] * 200), max_tokens=8)
+    async with playing(index, model) as stage:
+        said = await stage.fleet.Preview(asking)
+        with pytest.raises(aio.AioRpcError, match="no request") as caught:
+            await stage.fleet.Preview(fleet_pb2.PreviewRequest(packed_ids=b"", max_tokens=8))
+
+        assert {(one.node, one.verdict) for one in said.candidates} == {("prefill", "chosen"), ("decode", "chosen")}
+        assert (said.prompt_tokens, stage.decode.reserved, stage.prefill.calls) == (200, [], [])
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_top_shows_what_a_router_serves_and_its_nodes(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model) as stage:
+        for _ in range(3):
+            await stage.run(asked())
+        traffic = await stage.fleet.Traffic(fleet_pb2.TrafficRequest())
+        assert (dict(traffic.requests), traffic.output_tokens, sum(traffic.ttft.counts)) == ({"ok": 3}, 24, 3)
+        assert traffic.router == convert.incarnation_to_pb(stage.router.id)
+        words = [sys.executable, "-m", "kvrelay.cli.main", "top", "--endpoint", stage.endpoint]
+        process = await asyncio.create_subprocess_exec(
+            *words, "--frames", "2", "--interval-s", "0.1", stdout=asyncio.subprocess.PIPE
+        )
+        out, _ = await process.communicate()
+
+    assert process.returncode == 0
+    lines = out.decode().splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith(("prefill ", "decode "))] == [
+        ["prefill", "prefill"],
+        ["decode", "decode"],
+    ] * 2
