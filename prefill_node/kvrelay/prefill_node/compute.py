@@ -131,7 +131,7 @@ class Compute:
             rank=ring.rank,
             ring_size=ring.size,
             align_tokens=align_tokens(self.device),
-            ring_block_tokens=settings.ring_block_tokens,
+            ring_block_tokens=settings.ring_block_tokens_on(self.device.type),
             device=self.device,
         )
         return RankWorker(
