@@ -45,6 +45,8 @@ def prove_relay(transport: Transport, pool: LatentPool, *, clock: Clock = monoto
         transport.disconnect(name)
         for page in pages:
             page.zero_()
+        if pool.device.type == "cuda":
+            torch.cuda.synchronize(pool.device)  # or the zeros could land on what another stream writes
 
 
 def _write(transport: Transport, name: str, copy: Copy, notice: bytes, *, until_s: float, clock: Clock) -> None:
