@@ -13,7 +13,7 @@ from kvrelay.kv_transfer.self_relay import prove_relay
 from kvrelay.kv_transfer.transport import Region
 from kvrelay.kvcache.pool import LatentPool
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 def test_a_page_of_a_gpu_is_relayed_to_its_own_node_and_leaves_nothing_behind() -> None:
