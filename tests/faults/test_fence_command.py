@@ -22,7 +22,8 @@ def fence(fleet: Fleet, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.full
+@pytest.mark.timeout(240)
 @pytest.mark.sabotage("dead_writers_unnoticed")
 def test_pages_kept_from_a_writer_come_back_on_an_operators_word_and_never_while_it_is_registered(fleet: Fleet) -> None:
     fleet.arm("prefill-1", "part", "slow", seconds=0.3)
@@ -47,7 +48,7 @@ def test_pages_kept_from_a_writer_come_back_on_an_operators_word_and_never_while
         wait_until(lambda: one.decode_stats().quarantined_pages == 0, 3)
         assert time.monotonic() - began_s < 3
     right(fleet, 401)
-    fleet.make_whole(40)
+    fleet.make_whole(90)
 
 
 def test_a_name_that_nobody_knows_fences_nothing_and_an_empty_one_is_refused(fleet: Fleet) -> None:

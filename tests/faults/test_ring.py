@@ -19,7 +19,7 @@ PAGE = 64
 
 @pytest.mark.sabotage("an_owner_is_lost")
 @given(data=st.data(), ring_size=st.integers(1, 5), page_tokens=st.sampled_from([8, 64]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_l1_the_ranges_of_all_ranks_are_every_token_once(data: st.DataObject, ring_size: int, page_tokens: int) -> None:
     """L1. Ring sizes, page sizes, chunk edges and prompt lengths."""
     length = data.draw(st.integers(1, 40 * page_tokens))
