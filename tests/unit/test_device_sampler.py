@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 
 from kvrelay.core.types import SampledToken, Sampling
@@ -11,6 +12,7 @@ from kvrelay.model.device_sampler import CountRows, choose, settings_row
 from kvrelay.model.sampler import SamplerState, sample
 
 VOCABULARY = 300
+LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -1.0]])
 SETTINGS = [
     Sampling(
         max_tokens=99, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition,
@@ -55,3 +57,24 @@ def test_counts_follow_rows_that_move_and_leave() -> None:
     expected, found = chosen_by_both(12, list(reversed(range(len(SETTINGS) - 7))))
 
     assert found == expected
+
+
+@pytest.mark.parametrize("logits", [LOGITS, LOGITS * float("nan"), LOGITS - float("inf")])
+def test_no_settings_and_no_logits_make_a_place_outside_of_the_vocabulary(logits: torch.Tensor) -> None:
+    """A device that gathers from outside ends its process."""
+    extremes = (5e-324, 1e-300, 1.0, 100.0)
+    rows = [
+        Sampling(max_tokens=9, temperature=heat, repetition_penalty=repetition, presence_penalty=-100.0, **filters)  # type: ignore[arg-type]
+        for heat, repetition in itertools.product(extremes, extremes)
+        for filters in ({}, {"min_p": 0.1}, {"top_k": 3}, {"top_p": 5e-324})
+    ]
+    states = [SamplerState(one, [0, 1, 4, 5], 2) for one in rows]
+    counts = CountRows(rows=len(states), vocabulary=6, device=torch.device("cpu"))
+    settings = torch.tensor([settings_row(state, 4) for state in states], dtype=torch.float64)
+
+    found = choose(logits.expand(len(states), -1), settings, counts.update(states, [5] * len(states)))
+
+    assert all(0 <= token < 6 for token in found.tolist())
+    if logits is LOGITS:
+        answers = sample(logits.expand(len(states), -1), states, [4] * len(states))
+        assert found.tolist() == [one.token_id for one in answers if isinstance(one, SampledToken)]

@@ -179,6 +179,43 @@ async def test_a_request_that_is_cancelled_as_its_turn_comes_keeps_no_place() ->
     assert not (await turnstile.turn(RED, 1)).waited
 
 
+async def test_a_place_that_frees_as_those_who_wait_are_cancelled_goes_to_one_who_still_waits() -> None:
+    turnstile = Turnstile(lambda: 1)
+    holding = await turnstile.turn(RED, 1)
+    gone = [asyncio.create_task(turnstile.turn(BLUE, 1000)) for _ in range(3)]
+    await asyncio.sleep(0)
+    staying = asyncio.create_task(turnstile.turn(BLUE, 1))
+    await asyncio.sleep(0)
+    for task in gone:  # as when the connection of a client with many requests breaks: none of them has run since
+        task.cancel()
+    holding.end()
+    await asyncio.gather(*gone, return_exceptions=True)
+
+    passed = await asyncio.wait_for(staying, 5)
+    assert all(task.cancelled() for task in gone)
+    assert turnstile.num_waiting == 0
+    assert turnstile.tokens_ahead(BLUE) == 0
+    second = asyncio.create_task(turnstile.turn(RED, 1))
+    await asyncio.sleep(0)
+    assert turnstile.num_waiting == 1  # nobody but the one who stayed holds the place
+    passed.end()
+    (await second).end()
+
+
+def test_a_request_that_was_taken_and_not_served_does_not_count_for_its_tenant() -> None:
+    queue = FairQueue()
+    for tenant in ("a", "a", "b"):
+        queue.add(Ticket(tenant, 100, 1))
+    taken = queue.next()
+    assert taken is not None
+    assert taken.tenant == "a"
+    queue.give_back(taken)
+
+    following = queue.next()
+    assert following is not None
+    assert following.tenant == "a"
+
+
 # -- quotas
 
 

@@ -130,6 +130,33 @@ def test_a_row_that_is_not_finite_fails_alone() -> None:
     assert isinstance(empty, NonFiniteLogitsError)
 
 
+EXTREMES = (5e-324, 1e-300, 1.0, 100.0)
+
+
+@pytest.mark.parametrize("filters", [{}, {"min_p": 0.1}, {"min_p": 1.0}, {"top_k": 3}, {"top_p": 5e-324}])
+@pytest.mark.parametrize("temperature", EXTREMES)
+@pytest.mark.parametrize("repetition", EXTREMES)
+@pytest.mark.parametrize("presence", [-100.0, 0.0, 100.0])
+def test_every_setting_within_the_limits_chooses_a_token(
+    filters: dict[str, float], temperature: float, repetition: float, presence: float
+) -> None:
+    """One that raised would end the step thread, and with it the node of everybody."""
+    sampling = replace(
+        HOT,
+        temperature=temperature,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        **filters,  # type: ignore[arg-type]
+    )
+
+    assert 0 <= _one(sampling, prompt=[0, 1, 4, 5], num_sent=2).token_id < 6
+
+
+@pytest.mark.parametrize("filters", [{}, {"min_p": 0.1}, {"top_k": 3}, {"top_p": 0.9}])
+def test_the_smallest_temperature_is_greedy(filters: dict[str, float]) -> None:
+    assert set(_draw(replace(HOT, temperature=5e-324, **filters), count=50)) == {0}  # type: ignore[arg-type]
+
+
 def test_minus_infinity_is_never_chosen() -> None:
     logits = LOGITS.clone()
     logits[0, 0] = -math.inf

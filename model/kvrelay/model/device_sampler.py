@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrelay.model.sampler import SamplerState, uniform
+from kvrelay.model.sampler import LARGEST_LOGIT, SamplerState, uniform
 
 NUM_SETTINGS = 8  # the columns of `settings_row`
 
@@ -52,13 +52,15 @@ def choose(logits_BV: Tensor, settings_BF: Tensor, counts: TokenCounts | None) -
         logits_BV = torch.where(counts.seen_BV, lowered_BV, logits_BV)
         sent_BV = counts.output_BV > 0
         logits_BV = logits_BV - torch.where(sent_BV, presence + frequency * counts.output_BV, 0.0)
+        logits_BV = logits_BV.clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
     peak_B1, greedy_B1 = logits_BV.max(-1, keepdim=True)
     heat = torch.where(temperature == 0, 1.0, temperature)
-    weights_BV = (logits_BV / heat - peak_B1 / heat).exp()
+    weights_BV = ((logits_BV - peak_B1) / heat).exp()
     weights_BV, order_BV = torch.sort(weights_BV, dim=-1, descending=True, stable=True)
     size = weights_BV.shape[1]
     keep_B1 = torch.where(min_p > 0, (weights_BV >= min_p).sum(-1, keepdim=True), size)
     keep_B1 = torch.where(top_k > 0, torch.minimum(keep_B1, top_k.long()), keep_B1)
+    keep_B1 = keep_B1.clamp(min=1)  # a row whose logits are not finite has no weight that is large enough
     mass_BV = weights_BV.cumsum(-1)
     kept_mass_B1 = mass_BV.gather(1, keep_B1 - 1)
     # The token that crosses the threshold stays, so at least one always does.

@@ -20,6 +20,8 @@ from kvrelay.core.errors import ServeError
 from kvrelay.core.types import SampledToken, Sampling, TokenLogprob
 
 Row = npt.NDArray[np.float64]
+# Penalised logits stay inside, so that their differences are numbers whatever the settings are.
+LARGEST_LOGIT = 1e300
 
 
 class NonFiniteLogitsError(ServeError):
@@ -75,11 +77,12 @@ class SamplerState:
         seen, output, times = self.token_counts()
         if sampling.repetition_penalty != 1.0:
             picked = logits_V[seen]
-            logits_V[seen] = np.where(
-                picked > 0, picked / sampling.repetition_penalty, picked * sampling.repetition_penalty
-            )
+            with np.errstate(over="ignore"):
+                logits_V[seen] = np.where(
+                    picked > 0, picked / sampling.repetition_penalty, picked * sampling.repetition_penalty
+                )
         logits_V[output] -= sampling.presence_penalty + sampling.frequency_penalty * times.astype(np.float64)
-        return logits_V
+        return np.clip(logits_V, -LARGEST_LOGIT, LARGEST_LOGIT)
 
 
 def sample(
@@ -124,7 +127,10 @@ def _sample_row(logits_V: Row, state: SamplerState, position: int) -> SampledTok
     if sampling.temperature == 0:
         token = int(adjusted_V.argmax())
     else:
-        kept, weights = _filter(adjusted_V / sampling.temperature, sampling)
+        # The peak is taken off first: divided by a tiny temperature it would be infinite, and its weight no number.
+        with np.errstate(over="ignore"):
+            scaled_V = (adjusted_V - adjusted_V.max()) / sampling.temperature
+        kept, weights = _filter(scaled_V, sampling)
         cdf = np.cumsum(weights)
         point = uniform(seed=sampling.seed, position=position) * cdf[-1]
         token = int(kept[min(int(np.searchsorted(cdf, point, side="right")), len(kept) - 1)])
@@ -132,8 +138,8 @@ def _sample_row(logits_V: Row, state: SamplerState, position: int) -> SampledTok
 
 
 def _filter(scaled_V: Row, sampling: Sampling) -> tuple[npt.NDArray[np.int64], Row]:
-    """Return (token ids, unnormalised probabilities) that survive, most likely first."""
-    weights_V = np.exp(scaled_V - scaled_V.max())
+    """Return (token ids, unnormalised probabilities) that survive, most likely first; the largest of scaled_V is 0."""
+    weights_V = np.exp(scaled_V)
     keep = len(weights_V)
     if sampling.min_p > 0:
         keep = int(np.count_nonzero(weights_V >= sampling.min_p))  # the largest is 1

@@ -59,6 +59,11 @@ class FairQueue:
         """Take a request out that was not served."""
         self._lanes[ticket.tenant].tickets.remove(ticket)
 
+    def give_back(self, ticket: Ticket) -> None:
+        """Do not count a request that was taken and not served after all."""
+        if (lane := self._lanes.get(ticket.tenant)) is not None:
+            lane.served -= ticket.tokens / ticket.weight
+
     def tokens_ahead(self, tenant: str) -> float:
         """Return the tokens that would be served before a new request of this tenant."""
         own = self._lanes.get(tenant, _Lane(self._level))

@@ -56,7 +56,7 @@ class Turnstile:
             if ticket in self._turns:
                 del self._turns[ticket]
                 self._queue.leave(ticket)
-            else:  # let through and cancelled in one turn of the loop
+            elif not turn.cancelled():  # let through and cancelled in one turn of the loop
                 self.ended()
             raise
         return Pass(self, waited=waited)
@@ -68,5 +68,9 @@ class Turnstile:
 
     def _let_through(self) -> None:
         while self._passed < max(1, self._most()) and (ticket := self._queue.next()) is not None:
+            turn = self._turns.pop(ticket)
+            if turn.cancelled():  # in this turn of the loop; its caller does not know yet
+                self._queue.give_back(ticket)
+                continue
             self._passed += 1
-            self._turns.pop(ticket).set_result(None)
+            turn.set_result(None)
