@@ -1,11 +1,10 @@
-"""One suite for every index server: the one that comes with us, and a plain Redis where one is installed."""
+"""The prefix index, against every index server: the one that comes with us, and a plain Redis where there is one."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,37 +12,16 @@ import numpy as np
 import pytest
 
 from kvrelay.core import prefix_hash
-from kvrelay.core.errors import SettingsError, StaleMessageError, UnavailableError
 from kvrelay.core.supervise import watch_loop
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.index import writer as writer_module
 from kvrelay.index.reader import Confidence, Match, PrefixReader
-from kvrelay.index.registry import NodeRegistry
 from kvrelay.index.server import EmbeddedServer
 from kvrelay.index.writer import PrefixWriter
-from kvrelay.proto import convert
-from kvrelay.proto.v1.fleet_pb2 import NODE_ROLE_PREFILL, NodeRecord
 
 FLEET = "test"
 A, B = Incarnation("a", 1), Incarnation("b", 2**63 - 1)
 HASHES = prefix_hash.chain(prefix_hash.seed(fingerprint=b"f" * 16), np.arange(40 * 64, dtype=np.int32), block_tokens=64)
-
-
-@pytest.fixture(params=["embedded", "redis-server"])
-def program(request: pytest.FixtureRequest) -> Path | None:
-    if request.param == "embedded":
-        return None
-    found = shutil.which("redis-server")
-    if found is None:
-        pytest.skip("no redis-server on this machine")
-    return Path(found)
-
-
-@pytest.fixture
-def server(program: Path | None) -> Iterator[EmbeddedServer]:
-    started = EmbeddedServer.start(program=program)
-    yield started
-    started.stop()
 
 
 @asynccontextmanager
@@ -69,15 +47,6 @@ async def a_reader(server: EmbeddedServer) -> AsyncIterator[PrefixReader]:
         await reader.close()
 
 
-@asynccontextmanager
-async def a_registry(server: EmbeddedServer) -> AsyncIterator[NodeRegistry]:
-    registry = NodeRegistry(server.url, FLEET)
-    try:
-        yield registry
-    finally:
-        await registry.close()
-
-
 async def blocks_of(reader: PrefixReader, hashes: Sequence[bytes]) -> dict[str, int]:
     return {one.node.name: one.num_blocks for one in (await reader.longest(hashes)).holdings}
 
@@ -90,83 +59,13 @@ async def eventually(reader: PrefixReader, hashes: Sequence[bytes], wanted: dict
     assert await blocks_of(reader, hashes) == wanted
 
 
-def a_record(node: Incarnation, *, free_pages: int = 0) -> NodeRecord:
-    return NodeRecord(node=convert.incarnation_to_pb(node), role=NODE_ROLE_PREFILL, free_pages=free_pages)
+async def test_fleets_on_one_server_do_not_see_each_others_blocks(server: EmbeddedServer) -> None:
+    async with a_writer(server, holding=HASHES), a_reader(server) as reader:
+        await eventually(reader, HASHES, {"a": 40})
+        other = PrefixReader(server.url, "other")
 
-
-async def names(registry: NodeRegistry) -> dict[str, int]:
-    return {record.node.name: record.node.start_id for record in await registry.nodes()}
-
-
-# -- registry
-
-
-async def test_a_registered_node_is_listed_until_it_withdraws(server: EmbeddedServer) -> None:
-    async with a_registry(server) as registry:
-        await registry.register(a_record(A))
-        await registry.register(a_record(B, free_pages=7))
-        listed = {record.node.name: record for record in await registry.nodes()}
-        await registry.withdraw(A)
-
-        assert listed["a"] == a_record(A)
-        assert listed["b"].free_pages == 7
-        assert await names(registry) == {"b": B.start_id}
-
-
-async def test_a_node_without_heartbeats_is_forgotten_when_its_lease_is_over(server: EmbeddedServer) -> None:
-    async with a_registry(server) as registry:
-        await registry.register(a_record(A), ttl_s=0.1)
-        await registry.register(a_record(B), ttl_s=0.1)
-        await registry.heartbeat(a_record(B), ttl_s=5)
-        await asyncio.sleep(0.15)
-
-        assert await names(registry) == {"b": B.start_id}
-
-
-async def test_a_newer_life_of_a_name_replaces_the_older_which_is_told(server: EmbeddedServer) -> None:
-    younger = Incarnation("a", 99)
-    async with a_registry(server) as registry:
-        await registry.register(a_record(A))
-        await registry.register(a_record(younger))
-        with pytest.raises(StaleMessageError, match="'a'"):
-            await registry.heartbeat(a_record(A))
-        await registry.withdraw(A)
-
-        assert await names(registry) == {"a": 99}
-
-
-async def test_a_heartbeat_enters_a_node_that_the_server_has_lost(server: EmbeddedServer) -> None:
-    async with a_registry(server) as registry:
-        await registry.heartbeat(a_record(A))
-
-        assert await names(registry) == {"a": 1}
-
-
-async def test_fleets_on_one_server_do_not_see_each_other(server: EmbeddedServer) -> None:
-    async with a_registry(server) as registry, a_writer(server, holding=HASHES):
-        await registry.register(a_record(A))
-        other_registry, other_reader = NodeRegistry(server.url, "other"), PrefixReader(server.url, "other")
-
-        assert await other_registry.nodes() == []
-        assert (await other_reader.longest(HASHES)).holdings == ()
-        await other_registry.close()
-        await other_reader.close()
-
-
-async def test_a_registry_without_a_server_says_so() -> None:
-    registry = NodeRegistry("redis://127.0.0.1:1/0", FLEET)
-
-    with pytest.raises(UnavailableError, match="index server"):
-        await registry.nodes()
-    await registry.close()
-
-
-def test_an_index_url_of_something_else_is_refused() -> None:
-    with pytest.raises(SettingsError, match="ftp"):
-        NodeRegistry("ftp://127.0.0.1", FLEET)
-
-
-# -- prefix index
+        assert (await other.longest(HASHES)).holdings == ()
+        await other.close()
 
 
 async def test_the_longest_prefix_is_told_per_holder(server: EmbeddedServer) -> None:
@@ -331,9 +230,6 @@ async def test_a_cancelled_command_is_cancelled(server: EmbeddedServer) -> None:
         done, _ = await asyncio.wait([task], timeout=1)
         assert done, num_switches
     await reader.close()
-
-
-# -- embedded server
 
 
 async def test_a_bug_in_the_writer_is_told_and_does_not_end_it_silently(server: EmbeddedServer) -> None:

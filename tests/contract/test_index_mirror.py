@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -36,23 +35,6 @@ def chain_of(num_blocks: int, *, first: int = 0) -> list[bytes]:
 
 
 HASHES = chain_of(40)
-
-
-@pytest.fixture(params=["embedded", "redis-server"])
-def program(request: pytest.FixtureRequest) -> Path | None:
-    if request.param == "embedded":
-        return None
-    found = shutil.which("redis-server")
-    if found is None:
-        pytest.skip("no redis-server on this machine")
-    return Path(found)
-
-
-@pytest.fixture
-def server(program: Path | None) -> Iterator[EmbeddedServer]:
-    started = EmbeddedServer.start(program=program)
-    yield started
-    started.stop()
 
 
 @pytest.fixture(autouse=True)
