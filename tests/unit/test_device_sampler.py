@@ -64,7 +64,7 @@ def test_no_settings_and_no_logits_make_a_place_outside_of_the_vocabulary(logits
     """A device that gathers from outside ends its process."""
     extremes = (5e-324, 1e-300, 1.0, 100.0)
     rows = [
-        Sampling(max_tokens=9, temperature=heat, repetition_penalty=repetition, presence_penalty=-100.0, **filters)  # type: ignore[arg-type]
+        Sampling(max_tokens=9, temperature=heat, repetition_penalty=repetition, presence_penalty=-100.0, **filters)
         for heat, repetition in itertools.product(extremes, extremes)
         for filters in ({}, {"min_p": 0.1}, {"top_k": 3}, {"top_p": 5e-324})
     ]

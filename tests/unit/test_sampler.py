@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvrelay.core.types import SampledToken, Sampling
@@ -148,6 +148,25 @@ def test_every_setting_within_the_limits_chooses_a_token(
         presence_penalty=presence,
         **filters,  # type: ignore[arg-type]
     )
+
+    assert 0 <= _one(sampling, prompt=[0, 1, 4, 5], num_sent=2).token_id < 6
+
+
+ANY = st.floats(width=64)
+
+
+@given(ANY, ANY, ANY, ANY, ANY, ANY, st.sampled_from([0, 1, 3, 2**32 - 1]), st.sampled_from([0, 2**64 - 1]))
+@example(1.0, 1.0, 2.0, 1.0, 0.0, 0.0, 0, 0)
+@example(math.nan, 1.0, 0.0, 1.0, 0.0, 0.0, 3, 0)
+def test_no_setting_at_all_makes_the_sampler_raise(
+    temperature: float, top_p: float, min_p: float, repetition: float, presence: float, frequency: float, top_k: int,
+    seed: int,
+) -> None:  # fmt: skip
+    """The limits are the router's; a node that is called by somebody else must not end by a number."""
+    sampling = Sampling(
+        max_tokens=9, temperature=temperature, top_p=top_p, min_p=min_p, repetition_penalty=repetition,
+        presence_penalty=presence, frequency_penalty=frequency, top_k=top_k, seed=seed, logprobs=2,
+    )  # fmt: skip
 
     assert 0 <= _one(sampling, prompt=[0, 1, 4, 5], num_sent=2).token_id < 6
 

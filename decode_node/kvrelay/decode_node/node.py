@@ -15,6 +15,7 @@ from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import (
     CapacityError,
     DeadlineError,
+    InvalidRequestError,
     RequestCancelledError,
     ServeError,
     StaleMessageError,
@@ -173,7 +174,15 @@ class DecodeNode:
     # ---- what the hand-off hub reports ----
 
     def on_admitted(self, handoff: AdmittedHandoff) -> None:
-        """All latents of a prompt are here and right: hand the request to the step thread."""
+        """All latents of a prompt are here and right: hand the request to the step thread.
+
+        Raises:
+            InvalidRequestError: the writer's first token is none; nothing has changed, and the hub gives up.
+        """
+        if handoff.first_token.token_id >= self._limits.vocab_size:  # a step with it would end the node
+            raise InvalidRequestError(
+                f"the first token {handoff.first_token.token_id} is outside the vocabulary of {self._limits.vocab_size}"
+            )
         record = self.records.get(handoff.epoch.counter)
         assert record is not None, f"{handoff.epoch} has no request"
         assert record.phase is Phase.WAITING, f"{record.epoch} was sealed while {record.phase.value}"

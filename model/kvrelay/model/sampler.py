@@ -77,7 +77,7 @@ class SamplerState:
         seen, output, times = self.token_counts()
         if sampling.repetition_penalty != 1.0:
             picked = logits_V[seen]
-            with np.errstate(over="ignore"):
+            with np.errstate(all="ignore"):
                 logits_V[seen] = np.where(
                     picked > 0, picked / sampling.repetition_penalty, picked * sampling.repetition_penalty
                 )
@@ -128,9 +128,12 @@ def _sample_row(logits_V: Row, state: SamplerState, position: int) -> SampledTok
         token = int(adjusted_V.argmax())
     else:
         # The peak is taken off first: divided by a tiny temperature it would be infinite, and its weight no number.
-        with np.errstate(over="ignore"):
+        # Settings outside the limits, which only a caller of the node itself can send, get some token and no exception.
+        with np.errstate(all="ignore"):
             scaled_V = (adjusted_V - adjusted_V.max()) / sampling.temperature
-        kept, weights = _filter(scaled_V, sampling)
+            kept, weights = _filter(scaled_V, sampling)
+        if not len(kept):
+            kept, weights = np.array([adjusted_V.argmax()]), np.ones(1)
         cdf = np.cumsum(weights)
         point = uniform(seed=sampling.seed, position=position) * cdf[-1]
         token = int(kept[min(int(np.searchsorted(cdf, point, side="right")), len(kept) - 1)])
@@ -147,7 +150,7 @@ def _filter(scaled_V: Row, sampling: Sampling) -> tuple[npt.NDArray[np.int64], R
         keep = min(keep, sampling.top_k)
     order = _largest(weights_V, keep)
     weights = weights_V[order]
-    if sampling.top_p < 1:
+    if sampling.top_p < 1 and len(weights):
         mass = np.cumsum(weights)
         # The token that crosses the threshold stays, so at least one always does.
         keep = int(np.searchsorted(mass, sampling.top_p * mass[-1], side="left")) + 1

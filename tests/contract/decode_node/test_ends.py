@@ -21,7 +21,7 @@ from decode_lab import (
     says_retry,
     until,
 )
-from kvrelay.core.types import Incarnation, Sampling
+from kvrelay.core.types import Incarnation, SampledToken, Sampling
 from kvrelay.index.registry import NodeRegistry
 from kvrelay.kv_transfer.endpoint import Failed, Settled
 from kvrelay.model.transformer import Model
@@ -173,6 +173,24 @@ async def test_a_request_out_of_time_ends_waiting_or_running(lab: Lab) -> None:
     record.deadline_s = 0.0
     assert (await refused(read(call))).code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await lab.settled()
+
+
+async def test_a_first_token_outside_of_the_vocabulary_ends_its_request_and_not_the_node(lab: Lab) -> None:
+    prompt = recording(ORACLE, 333).prompt
+    session, first = lab.prefill.prefill(prompt, GREEDY)
+    for wrong in (lab.prefill.model.config.vocab_size, (1 << 32) - 1):
+        ticket = await lab.reserve(prompt, GREEDY)
+        call = lab.decode(ticket)
+        (outcome,) = await lab.prefill.hand_over(ticket, session, SampledToken(wrong))
+        assert isinstance(outcome, Failed)
+        assert str(wrong) in outcome.reason
+        assert (await refused(read(call))).code() is not grpc.StatusCode.UNKNOWN
+    assert (await lab.settled()).cached_pages == 0
+
+    ticket = await lab.reserve(prompt, GREEDY)
+    call = lab.decode(ticket)
+    await lab.prefill.hand_over(ticket, session, first)
+    assert [first.token_id, *(await read(call)).token_ids][:3] == recording(ORACLE, 333).greedy[:3]
 
 
 async def test_bytes_that_changed_on_the_way_end_the_request_before_its_first_step(lab: Lab) -> None:
