@@ -42,10 +42,9 @@ def settings_table() -> str:
     rows = ["| setting | default | router | prefill | decode | what it is |", "|---|---|---|---|---|---|"]
     for name in names:
         having = {role: settings for role, settings in ROLES.items() if name in settings.model_fields}
-        first = next(iter(having.values()))
         defaults = list(dict.fromkeys(_default(settings, name) for settings in having.values()))
         marks = " | ".join("x" if role in having else "" for role in ROLES)
-        text = (first.model_fields[name].description or "").replace("|", "\\|")
+        text = _what(name, having).replace("|", "\\|")
         rows.append(f"| `{name}` | {' or '.join(defaults)} | {marks} | {text} |")
     return "\n".join(rows) + "\n"
 
@@ -66,6 +65,16 @@ def _commands(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
             option = ", ".join(action.option_strings) or str(action.metavar)
             value = f" {action.metavar or action.choices or ''}".rstrip() if action.option_strings else ""
             yield f"{name} {option}{value}  [{action.default}]  {action.help}"
+
+
+def _what(name: str, having: dict[str, type[CommonSettings]]) -> str:
+    """Return the description; where roles differ, each with its roles."""
+    roles: dict[str, list[str]] = {}
+    for role, settings in having.items():
+        roles.setdefault(settings.model_fields[name].description or "", []).append(role)
+    if len(roles) == 1:
+        return next(iter(roles))
+    return "; ".join(f"{', '.join(those)}: {text.replace(';', ',')}" for text, those in roles.items())
 
 
 def _default(settings: type[CommonSettings], name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -124,3 +125,28 @@ def test_nobody_listening_is_one_status_line_and_exit_code_1() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("UNAVAILABLE: ")
     assert done.stdout == ""
+
+
+def test_a_reader_that_leaves_early_is_no_traceback(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvrelay.cli.main", "certs", str(tmp_path)],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    finally:
+        os.close(writer)
+
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_the_settings_table_says_what_each_role_means() -> None:
+    [row] = [line for line in settings_table().splitlines() if line.startswith("| `model` |")]
+
+    assert "router: checkpoint folder, only its small JSON files are read" in row
+    assert "prefill, decode: checkpoint folder in the Hugging Face layout" in row

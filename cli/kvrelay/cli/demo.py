@@ -5,6 +5,7 @@ The prompt is Python's own reference manual, which every interpreter carries, wi
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -117,6 +118,9 @@ def _ms(finished: dict[str, Any], name: str) -> str:
 def main() -> int:
     """Run the demo; return 0 when both answers came."""
     console, began_s = Console(), time.monotonic()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # the cluster is a session of its own: never leave it behind
     prompt = long_prompt(Tokenizer.from_file(str(Path(embedded_checkpoint()) / "tokenizer.json")))
     console.rule("starting a cluster of real processes")
     try:

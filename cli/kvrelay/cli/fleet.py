@@ -16,6 +16,7 @@ from kvrelay.proto.v1 import fleet_pb2, fleet_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0
 _ROLE_PREFIX = "NODE_ROLE_"
+_TABLE_WIDTH = 1000  # more than any row has
 
 
 def run_nodes(options: argparse.Namespace) -> int:
@@ -89,16 +90,16 @@ def _print_table(nodes: Sequence[dict[str, Any]]) -> None:
 
     table = Table(box=None, pad_edge=False)
     for title in ("node", "role", "ring", "endpoint", "model", "dtype", "pages free", "active", "state"):
-        table.add_column(title, justify="right" if title in ("ring", "pages free", "active") else "left")
+        right = title in ("ring", "pages free", "active")
+        table.add_column(title, justify="right" if right else "left", no_wrap=True)
     for node in sorted(nodes, key=lambda one: (one["role"], one["name"])):
         table.add_row(
             node["name"], node["role"], str(node["ring_size"]), node["endpoint"], node["model"], node["dtype"],
             f"{node['free_pages']}/{node['total_pages']}", str(node["active_requests"]),
             "draining" if node["draining"] else "serving",
         )  # fmt: skip
-    console = Console()
-    # A pipe has no width; cutting names there would make the table useless.
-    console.print(table, width=None if console.is_terminal else 200)
+    # A row that is too wide for a terminal goes on in its next line; a name cut short could not be typed in.
+    Console(width=_TABLE_WIDTH).print(table)
 
 
 def _failed(err: grpc.RpcError) -> int:

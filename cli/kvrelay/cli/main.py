@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -18,12 +19,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args and args[0] in ROLES:
             return _call(f"{ROLES[args[0]]}:main", args[1:])
         options = build_parser().parse_args(args)
-        return _call(options.run, options)
+        status = _call(options.run, options)
+        sys.stdout.flush()  # here, where a reader that has gone can still be told from a failure
+        return status
     except ServeError as err:
         print(f"kvrelay: error: {err}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who read our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        return 141  # what a shell shows for SIGPIPE
 
 
 def _call(target: str, argument: Any) -> int:
