@@ -118,9 +118,9 @@ def _ms(finished: dict[str, Any], name: str) -> str:
 def main() -> int:
     """Run the demo; return 0 when both answers came."""
     console, began_s = Console(), time.monotonic()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # the cluster is a session of its own: never leave it behind
+    kvrelay = Path(sys.executable).with_name("kvrelay")
+    # The cluster is a session of its own: who ends this process must not leave it behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     prompt = long_prompt(Tokenizer.from_file(str(Path(embedded_checkpoint()) / "tokenizer.json")))
     console.rule("starting a cluster of real processes")
     try:
@@ -140,7 +140,9 @@ def main() -> int:
     except ServeError as err:
         print(f"kvrelay demo: {err}", file=sys.stderr)
         return 1
-    console.print(f"done in {time.monotonic() - began_s:.0f} s; your turn: kvrelay up, then kvrelay generate 'Hello'")
+    console.print("cached: not computed again, prefill had it; resident: not sent again, decode had it", style="dim")
+    console.print(f"done in {time.monotonic() - began_s:.0f} s; your turn, in two terminals:")
+    console.print(f"  {kvrelay} up\n  {kvrelay} generate 'The with statement'", soft_wrap=True)
     return 0
 
 
