@@ -1,4 +1,4 @@
-"""Which nodes a fleet has, against every index server: the one that comes with us, and a plain Redis where there is one."""
+"""Which nodes a fleet has, against every index server: our own, and a plain Redis where there is one."""
 
 from __future__ import annotations
 

@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.shard import Span
-from kvrelay.kv_transfer.plan import Copy, cut_part, owned_ranges, part_ranges
+from kvrelay.kv_transfer.plan import Copy, Route, Routes, owned_ranges, part_ranges
 
 LAYOUT = PageLayout(
     num_layers=3, latent_width=6, rope_width=2, dtype="bfloat16", model_id="m", page_tokens=4, block_tokens=4
 )
 ROW = LAYOUT.row_bytes
-POOL = 40
+POOL, OTHER_POOL = 40, 47
 pages_of = st.permutations(list(range(POOL))).map(lambda pages: pages[:10])
 spans = st.tuples(st.integers(0, 39), st.integers(1, 40)).map(lambda s: Span(s[0], min(40, s[0] + s[1])))
 
 
-def offset(layer: int, pages: list[int], token: int) -> int:
+def offset(layer: int, pages: list[int], token: int, *, pool_pages: int = POOL) -> int:
     return LAYOUT.offset_bytes(
-        layer=layer, page=pages[token // LAYOUT.page_tokens], row=token % LAYOUT.page_tokens, num_pages=POOL
+        layer=layer, page=pages[token // LAYOUT.page_tokens], row=token % LAYOUT.page_tokens, num_pages=pool_pages
     )
 
 
@@ -30,22 +30,25 @@ def offset(layer: int, pages: list[int], token: int) -> int:
 def test_copies_move_each_row_of_the_part_and_nothing_else(
     tokens: Span, layer: int, src: list[int], dst: list[int]
 ) -> None:
-    copies = cut_part(
+    route = Route.of(
         layout=LAYOUT,
-        layer=layer,
         tokens=tokens,
         src_pages=src,
         src_pool_pages=POOL,
         dst_pages=dst,
-        dst_pool_pages=POOL,
+        dst_pool_pages=OTHER_POOL,
     )
+    copies = route.copies(layer)
 
     moved = [
         (copy.src_offset_bytes + at, copy.dst_offset_bytes + at)
         for copy in copies
         for at in range(0, copy.num_bytes, ROW)
     ]
-    assert moved == [(offset(layer, src, t), offset(layer, dst, t)) for t in range(tokens.start, tokens.end)]
+    assert moved == [
+        (offset(layer, src, t), offset(layer, dst, t, pool_pages=OTHER_POOL)) for t in range(tokens.start, tokens.end)
+    ]
+    assert route.ranges(layer) == part_ranges(layout=LAYOUT, layer=layer, tokens=tokens, pages=src, pool_pages=POOL)
 
 
 @given(tokens=spans, layer=st.integers(0, 2), pages=pages_of)
@@ -57,9 +60,8 @@ def test_ranges_name_the_rows_in_token_order(tokens: Span, layer: int, pages: li
 
 
 def test_pages_that_are_neighbours_on_both_sides_are_one_copy() -> None:
-    copies = cut_part(
+    route = Route.of(
         layout=LAYOUT,
-        layer=1,
         tokens=Span(2, 18),
         src_pages=range(5, 15),
         src_pool_pages=POOL,
@@ -68,9 +70,19 @@ def test_pages_that_are_neighbours_on_both_sides_are_one_copy() -> None:
     )
 
     page = LAYOUT.page_bytes
-    assert copies == (
+    assert route.copies(1) == (
         Copy((POOL + 5) * page + 2 * ROW, (POOL + 7) * page + 2 * ROW, 6 * ROW),
         Copy((POOL + 7) * page, (POOL + 20) * page, 10 * ROW),
+    )
+
+
+def test_the_pages_of_a_range_are_walked_for_its_first_layer_only() -> None:
+    routes = Routes(LAYOUT, src_pool_pages=POOL, dst_pages=range(10), dst_pool_pages=OTHER_POOL)
+    first = routes.of(Span(0, 12), [3, 9, 4])
+
+    assert routes.of(Span(0, 12), [3, 9, 4]) is first
+    assert routes.of(Span(12, 16), {3: 5}).copies(0) == (
+        Copy(5 * LAYOUT.page_bytes, 3 * LAYOUT.page_bytes, LAYOUT.page_bytes),
     )
 
 

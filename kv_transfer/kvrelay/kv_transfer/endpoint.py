@@ -2,8 +2,9 @@
 
 from kvrelay.kv_transfer.hub_values import AdmittedHandoff, HubCallbacks, HubStats
 from kvrelay.kv_transfer.local import Limits, LocalPool
+from kvrelay.kv_transfer.outcome import Failed, Outcome, Settled
 from kvrelay.kv_transfer.reader_hub import ReaderHub
-from kvrelay.kv_transfer.writer_endpoint import Failed, Outcome, Settled, WriterEndpoint
+from kvrelay.kv_transfer.writer_endpoint import WriterEndpoint
 
 __all__ = [
     "AdmittedHandoff",

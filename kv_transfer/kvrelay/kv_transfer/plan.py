@@ -24,39 +24,91 @@ class Copy:
     num_bytes: int
 
 
-def cut_part(
-    *,
-    layout: PageLayout,
-    layer: int,
-    tokens: Span,
-    src_pages: Pages,
-    src_pool_pages: int,
-    dst_pages: Pages,
-    dst_pool_pages: int,
-) -> tuple[Copy, ...]:
-    """Return the copies of one part in token order; neighbours are merged where both sides are contiguous.
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where the rows of one token range lie in both pools, for every layer.
 
-    Merging matters: a descriptor costs about 5 us to post, and one page of 73,728 bytes goes at a thirtieth of the
-    speed of a large piece (7-8.5 against 226-282 GB/s over NVLink).
-
-    Args:
-        src_pages, dst_pages: page of the pool for each prompt page that `tokens` touches.
-        src_pool_pages, dst_pool_pages: pages per layer slab of each pool.
+    Layers differ only by their slab, so the pages are walked once and not again for each layer.
     """
-    copies: list[Copy] = []
-    for page, row, num_bytes in _pieces(layout, tokens):
-        src = layout.offset_bytes(layer=layer, page=src_pages[page], row=row, num_pages=src_pool_pages)
-        dst = layout.offset_bytes(layer=layer, page=dst_pages[page], row=row, num_pages=dst_pool_pages)
-        last = copies[-1] if copies else None
-        if (
-            last is not None
-            and last.src_offset_bytes + last.num_bytes == src
-            and last.dst_offset_bytes + last.num_bytes == dst
-        ):
-            copies[-1] = Copy(last.src_offset_bytes, last.dst_offset_bytes, last.num_bytes + num_bytes)
-        else:
-            copies.append(Copy(src, dst, num_bytes))
-    return tuple(copies)
+
+    src_ranges: tuple[tuple[int, int], ...]  # (offset_bytes, num_bytes) in layer 0
+    first_copies: tuple[Copy, ...]  # those of layer 0
+    src_slab_bytes: int
+    dst_slab_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        layout: PageLayout,
+        tokens: Span,
+        src_pages: Pages,
+        src_pool_pages: int,
+        dst_pages: Pages,
+        dst_pool_pages: int,
+    ) -> Route:
+        """Plan the copies of a token range in token order; neighbours are merged where both sides are contiguous.
+
+        Merging matters: a descriptor costs about 5 us to post, and one page of 73,728 bytes goes at a thirtieth of
+        the speed of a large piece (7-8.5 against 226-282 GB/s over NVLink).
+
+        Args:
+            src_pages, dst_pages: page of the pool for each prompt page that `tokens` touches.
+            src_pool_pages, dst_pool_pages: pages per layer slab of each pool.
+        """
+        copies: list[Copy] = []
+        for page, row, num_bytes in _pieces(layout, tokens):
+            src = layout.offset_bytes(layer=0, page=src_pages[page], row=row, num_pages=src_pool_pages)
+            dst = layout.offset_bytes(layer=0, page=dst_pages[page], row=row, num_pages=dst_pool_pages)
+            last = copies[-1] if copies else None
+            if (
+                last is not None
+                and last.src_offset_bytes + last.num_bytes == src
+                and last.dst_offset_bytes + last.num_bytes == dst
+            ):
+                copies[-1] = Copy(last.src_offset_bytes, last.dst_offset_bytes, last.num_bytes + num_bytes)
+            else:
+                copies.append(Copy(src, dst, num_bytes))
+        ranges = part_ranges(layout=layout, layer=0, tokens=tokens, pages=src_pages, pool_pages=src_pool_pages)
+        return cls(ranges, tuple(copies), src_pool_pages * layout.page_bytes, dst_pool_pages * layout.page_bytes)
+
+    def ranges(self, layer: int) -> tuple[tuple[int, int], ...]:
+        """Return `part_ranges` of the source pool in this layer."""
+        step = layer * self.src_slab_bytes
+        return tuple((offset + step, num_bytes) for offset, num_bytes in self.src_ranges)
+
+    def copies(self, layer: int) -> tuple[Copy, ...]:
+        """Return the copies of the part of this layer."""
+        src_step, dst_step = layer * self.src_slab_bytes, layer * self.dst_slab_bytes
+        return tuple(
+            Copy(one.src_offset_bytes + src_step, one.dst_offset_bytes + dst_step, one.num_bytes)
+            for one in self.first_copies
+        )
+
+
+class Routes:
+    """The routes of one hand-off, each planned when its token range is first named."""
+
+    def __init__(self, layout: PageLayout, *, src_pool_pages: int, dst_pages: Pages, dst_pool_pages: int) -> None:
+        self._layout = layout
+        self._src_pool_pages = src_pool_pages
+        self._dst_pages = dst_pages
+        self._dst_pool_pages = dst_pool_pages
+        self._routes: dict[Span, Route] = {}
+
+    def of(self, tokens: Span, src_pages: Pages) -> Route:
+        """Return the route of a token range; its pages must be those of the first time."""
+        route = self._routes.get(tokens)
+        if route is None:
+            route = self._routes[tokens] = Route.of(
+                layout=self._layout,
+                tokens=tokens,
+                src_pages=src_pages,
+                src_pool_pages=self._src_pool_pages,
+                dst_pages=self._dst_pages,
+                dst_pool_pages=self._dst_pool_pages,
+            )
+        return route
 
 
 def part_ranges(

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
 
 from grpc import aio
 
@@ -25,8 +24,9 @@ from kvrelay.kv_transfer.fence_cells import cell_of
 from kvrelay.kv_transfer.late_word import say_fenced
 from kvrelay.kv_transfer.local import Limits, LocalPool
 from kvrelay.kv_transfer.notice import Notice, NoticeKey, encode
+from kvrelay.kv_transfer.outcome import Failed, Outcome, Settled
 from kvrelay.kv_transfer.outgoing import Posting, TransferEvent
-from kvrelay.kv_transfer.plan import Pages, cut_part, part_ranges
+from kvrelay.kv_transfer.plan import Pages, Routes
 from kvrelay.kv_transfer.ticket import open_ticket
 from kvrelay.kv_transfer.values import FenceProof, Manifest, Part
 from kvrelay.kv_transfer.wire import (
@@ -43,24 +43,6 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 _GOODBYE_S = 2.0  # for decode to read our last words
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """Everything was verified and the request admitted."""
-
-    relayed_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The hand-off ended without admission."""
-
-    reason: str
-    stuck: bool = False  # the peer neither takes our writes nor fails them: only a new incarnation helps
-
-
-Outcome = Settled | Failed
 
 
 class WriterEndpoint:
@@ -94,7 +76,7 @@ class WriterEndpoint:
             InvalidRequestError: it contradicts itself.
         """
         opened = open_ticket(ticket, writer=writer, rank=rank, layout=pool.layout)
-        self._ticket, self._address, self._dst_pages = ticket, opened.address, opened.pages
+        self._ticket, self._address = ticket, opened.address
         self._writer, self._rank, self._pool = writer, rank, pool
         self._thread, self._counters, self._clock, self._limits = thread, counters, clock, limits
         self._notice_key = NoticeKey.of(opened.epoch, opened.request)
@@ -107,6 +89,12 @@ class WriterEndpoint:
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[handoff_pb2.WriterEvent | Manifest | None] = asyncio.Queue()
         self._postings: dict[int, Posting] = {}
+        self._routes = Routes(  # of the thread that adds parts
+            pool.layout,
+            src_pool_pages=pool.num_pages,
+            dst_pages=opened.pages,
+            dst_pool_pages=opened.address.pool_pages,
+        )
         self._num_parts = 0
         self._relayed_bytes = 0
         self._writer_open = False
@@ -132,23 +120,13 @@ class WriterEndpoint:
 
         Args:
             tokens: inside `relayed_tokens`.
-            src_pages: page of our own pool for each prompt page that `tokens` touches.
+            src_pages: page of our own pool for each prompt page that `tokens` touches; the same in every layer.
         """
         assert tokens.intersect(self.relayed_tokens) == tokens, f"{tokens} is not to be relayed"
-        ranges = part_ranges(
-            layout=self._pool.layout, layer=layer, tokens=tokens, pages=src_pages, pool_pages=self._pool.num_pages
-        )
+        route = self._routes.of(tokens, src_pages)
+        ranges, copies = route.ranges(layer), route.copies(layer)
         part_id = self._num_parts
         self._num_parts += 1
-        copies = cut_part(
-            layout=self._pool.layout,
-            layer=layer,
-            tokens=tokens,
-            src_pages=src_pages,
-            src_pool_pages=self._pool.num_pages,
-            dst_pages=self._dst_pages,
-            dst_pool_pages=self._address.pool_pages,
-        )
 
         def add(checksum: int) -> None:
             part = Part(part_id, layer, tokens, checksum)

@@ -12,8 +12,9 @@ from kvrelay.core.supervise import keep
 from kvrelay.core.types import Counters, Incarnation, SampledToken
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.local import Limits
+from kvrelay.kv_transfer.outcome import Failed, Outcome
 from kvrelay.kv_transfer.pool_agent import local_pool
-from kvrelay.kv_transfer.writer_endpoint import Failed, Outcome, WriterEndpoint
+from kvrelay.kv_transfer.writer_endpoint import WriterEndpoint
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.prefill_node.rank import Writer
 from kvrelay.proto.v1 import ring_pb2
