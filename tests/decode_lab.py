@@ -16,7 +16,6 @@ from grpc import aio
 from kvrelay.core import prefix_hash, shard
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Counters, FinishReason, Incarnation, SampledToken, Sampling
-from kvrelay.decode_node.compute import Compute
 from kvrelay.decode_node.serving import DecodeServer
 from kvrelay.decode_node.settings import DecodeSettings
 from kvrelay.kv_transfer.agent_thread import TransferThread
@@ -26,6 +25,7 @@ from kvrelay.kv_transfer.nixl import NixlTransport
 from kvrelay.kv_transfer.transport import Region, Transport, agent_name
 from kvrelay.kvcache.checksum import checksum_ranges
 from kvrelay.kvcache.pool import LatentPool
+from kvrelay.model.loaded import Loaded
 from kvrelay.model.sampler import SamplerState, sample
 from kvrelay.model.single import Session, SingleEngine
 from kvrelay.model.transformer import Model
@@ -189,7 +189,7 @@ async def running(
     )
     pool = LatentPool(model.layout(block_tokens=BLOCK_TOKENS), num_pages, CPU)
     _ALIVE.append(pool)
-    server = DecodeServer(made, Compute(CPU, model, pool), Incarnation.new("decode"))
+    server = DecodeServer(made, Loaded(CPU, model, pool), Incarnation.new("decode"))
     await server.start()
     prefill = PrefillSide.start(model, ring_size=ring_size)
     try:

@@ -13,9 +13,9 @@ from kvrelay.core.lifecycle import StopSignals, announce_ready, die, end_process
 from kvrelay.core.settings import load
 from kvrelay.core.supervise import keep, watch_loop, watch_threads
 from kvrelay.core.types import Incarnation, Role
-from kvrelay.decode_node.compute import Compute
 from kvrelay.decode_node.serving import DecodeServer
 from kvrelay.decode_node.settings import DecodeSettings
+from kvrelay.model.loaded import Loaded
 
 log = logging.getLogger(__name__)
 _CRASH_FLUSH_S = 0.5  # for the errors of running requests to leave
@@ -32,15 +32,15 @@ def main(argv: Sequence[str]) -> int:
     watch_threads(die)
     node = new_incarnation(settings.name, Role.DECODE)
     otel.export(settings.trace_exporter, service=node.name)
-    compute = Compute.load(settings)
-    status = asyncio.run(serve(settings, compute, node))
+    loaded = Loaded.load(settings)
+    status = asyncio.run(serve(settings, loaded, node))
     # A peer may still be writing into the pool; unmapping it on the way out would crash in the transport's threads.
     end_process(status)
 
 
-async def serve(settings: DecodeSettings, compute: Compute, node: Incarnation) -> int:
+async def serve(settings: DecodeSettings, loaded: Loaded, node: Incarnation) -> int:
     """Serve until a stop signal, a drain or a crash; return the exit status."""
-    server = DecodeServer(settings, compute, node)
+    server = DecodeServer(settings, loaded, node)
     watch_loop(asyncio.get_running_loop(), server.node.crash)
     await server.start()
     stop = StopSignals(asyncio.get_running_loop())

@@ -16,7 +16,7 @@ from kvrelay.core.health import ProgressWatch
 from kvrelay.core.supervise import keep
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.decode_node.admission import PageBook
-from kvrelay.decode_node.compute import Compute
+from kvrelay.decode_node.data_plane import start_transfer
 from kvrelay.decode_node.engine import DecodeEngine
 from kvrelay.decode_node.intake import Limits
 from kvrelay.decode_node.lease import LeaseThread
@@ -33,6 +33,7 @@ from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.hub_values import HubCallbacks
 from kvrelay.kv_transfer.pool_agent import local_pool
 from kvrelay.kv_transfer.reader_hub import ReaderHub
+from kvrelay.model.loaded import Loaded
 from kvrelay.proto.convert import incarnation_to_pb
 from kvrelay.proto.node_metrics import NodeMetrics
 from kvrelay.proto.server import Server, node_security
@@ -48,15 +49,15 @@ _STOP_GRACE_S = 1.0
 class DecodeServer:
     """A running node. Create and start it on the event loop that it is to live on."""
 
-    def __init__(self, settings: DecodeSettings, compute: Compute, incarnation: Incarnation) -> None:
+    def __init__(self, settings: DecodeSettings, loaded: Loaded, incarnation: Incarnation) -> None:
         loop = asyncio.get_running_loop()
-        layout, config = compute.pool.layout, compute.model.config
+        layout, config = loaded.pool.layout, loaded.model.config
         self.drain_asked = asyncio.Event()
         self._settings = settings
         self._tls = Tls.load(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key)
-        self._compute = compute
+        self._loaded = loaded
         book = PageBook(
-            num_pages=compute.pool.num_pages, page_tokens=layout.page_tokens, block_tokens=layout.block_tokens
+            num_pages=loaded.pool.num_pages, page_tokens=layout.page_tokens, block_tokens=layout.block_tokens
         )
         self._writer = PrefixWriter(
             settings.index_url,
@@ -74,7 +75,7 @@ class DecodeServer:
             max_requests=settings.max_requests,
             lease_s=settings.lease_s,
         )
-        self.engine = DecodeEngine(compute.model, compute.pool, max_batch=settings.max_batch)
+        self.engine = DecodeEngine(loaded.model, loaded.pool, max_batch=settings.max_batch)
         self._steps = StepThread(self.engine, max_batch=settings.max_batch, loop=loop, on_report=self.node.on_report)
         self._transfer, self._hub = self._data_plane(loop)
         self.node.wire(hub=self._hub, steps=self._steps)
@@ -95,16 +96,16 @@ class DecodeServer:
         self._metrics: telemetry.MetricsEndpoint | None = None
 
     def _data_plane(self, loop: asyncio.AbstractEventLoop) -> tuple[TransferThread, ReaderHub]:
-        compute, settings, node = self._compute, self._settings, self.node
+        loaded, settings, node = self._loaded, self._settings, self.node
 
         def on_fatal() -> None:
             loop.call_soon_threadsafe(node.crash, "transfer thread")
 
-        transfer, cells = compute.transfer(settings, node.incarnation, on_fatal=on_fatal)
+        transfer, cells = start_transfer(loaded.pool, settings, node.incarnation, on_fatal=on_fatal)
         hub = ReaderHub(
             node=node.incarnation,
             endpoint="",
-            pool=local_pool(compute.pool),
+            pool=local_pool(loaded.pool),
             cells=cells,
             thread=transfer,
             callbacks=HubCallbacks(
@@ -204,7 +205,7 @@ class DecodeServer:
         """Return what the registry should say; nothing while the node is stuck, so that nobody is sent here."""
         if self._progress.stuck is not None:
             return None
-        layout, node = self._compute.pool.layout, self.node
+        layout, node = self._loaded.pool.layout, self.node
         return fleet_pb2.NodeRecord(
             node=incarnation_to_pb(node.incarnation),
             role=fleet_pb2.NODE_ROLE_DECODE,
@@ -214,11 +215,11 @@ class DecodeServer:
             model=Path(self._settings.model).resolve().name,
             model_id=layout.model_id,
             dtype=layout.dtype,
-            max_model_len=self._compute.model.config.max_model_len,
+            max_model_len=self._loaded.model.config.max_model_len,
             block_tokens=layout.block_tokens,
             page_tokens=layout.page_tokens,
             draining=node.leaving,
-            total_pages=self._compute.pool.num_pages,
+            total_pages=self._loaded.pool.num_pages,
             free_pages=node.book.free_pages,
             active_requests=node.records.num_active,
             queued_tokens=node.records.num_running,

@@ -20,11 +20,12 @@ from kvrelay.core.lifecycle import die, die_with_parent, new_incarnation, set_up
 from kvrelay.core.settings import load
 from kvrelay.core.supervise import watch_loop, watch_threads
 from kvrelay.core.types import Counters, Incarnation, Role
-from kvrelay.prefill_node.compute import Compute
+from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node.group import RingGroup, form, serve_store, spawn_ranks
 from kvrelay.prefill_node.leader import follow
 from kvrelay.prefill_node.node import RankInfo, serve
 from kvrelay.prefill_node.settings import PrefillSettings, RankPlace, rank_place
+from kvrelay.prefill_node.wiring import rank_worker, start_transfer
 from kvrelay.proto.convert import incarnation_from_pb, incarnation_to_pb
 from kvrelay.proto.v1 import common_pb2, fleet_pb2
 
@@ -75,19 +76,19 @@ def _lead(settings: PrefillSettings, place: RankPlace, argv: Sequence[str]) -> i
     stopping = threading.Event()
     for child in children:
         threading.Thread(target=_watch, args=(child, stopping), name="watch", daemon=True).start()
-    compute = Compute.load(settings, place)
+    loaded = Loaded.load(settings, local_rank=place.local_rank, num_ranks=place.ring_size)
     node = new_incarnation(settings.name, Role.PREFILL)
     otel.export(settings.trace_exporter, service=node.name)
     group = None
-    ranks = [RankInfo(compute.pool.num_pages)]
+    ranks = [RankInfo(loaded.pool.num_pages)]
     if place.ring_size > 1:
         group = form(
-            place, compute.device, store=store,
+            place, loaded.device, store=store,
             group_timeout_s=settings.group_timeout_s, start_timeout_s=settings.start_timeout_s,
         )  # fmt: skip
-        ranks += _meet_as_leader(group, node, compute)
+        ranks += _meet_as_leader(group, node, loaded)
     asyncio.run(
-        serve(settings, compute, group, node, ranks, start_step_thread=start_step_thread, die=die, stopping=stopping)
+        serve(settings, loaded, group, node, ranks, start_step_thread=start_step_thread, die=die, stopping=stopping)
     )
     for child in children:
         child.wait(settings.group_timeout_s)
@@ -101,22 +102,22 @@ def _watch(child: subprocess.Popen[bytes], stopping: threading.Event) -> None:
 
 
 async def _follow(settings: PrefillSettings, place: RankPlace) -> None:
-    compute = Compute.load(settings, place)
+    loaded = Loaded.load(settings, local_rank=place.local_rank, num_ranks=place.ring_size)
     group = form(
-        place, compute.device, store=None,
+        place, loaded.device, store=None,
         group_timeout_s=settings.group_timeout_s, start_timeout_s=settings.start_timeout_s,
     )  # fmt: skip
-    node = _meet_as_follower(group, compute)
+    node = _meet_as_follower(group, loaded)
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     watch_loop(loop, die)
-    transfer = compute.start_transfer(settings, node, place.rank, on_fatal=lambda: die("the transfer thread died"))
-    worker = compute.worker(settings, group, transfer, node, loop, wake=lambda: None, counters=Counters())
+    transfer = start_transfer(loaded, settings, node, place.rank, on_fatal=lambda: die("the transfer thread died"))
+    worker = rank_worker(loaded, settings, group, transfer, node, loop, wake=lambda: None, counters=Counters())
     start_step_thread(lambda: follow(worker, group), lambda: loop.call_soon_threadsafe(ended.set))
     await ended.wait()
     transfer.stop()
 
 
-def _meet_as_leader(group: RingGroup, node: Incarnation, compute: Compute) -> list[RankInfo]:
+def _meet_as_leader(group: RingGroup, node: Incarnation, loaded: Loaded) -> list[RankInfo]:
     """Tell the other ranks whose node they are, and learn what they have.
 
     Raises:
@@ -125,16 +126,14 @@ def _meet_as_leader(group: RingGroup, node: Incarnation, compute: Compute) -> li
     group.broadcast(incarnation_to_pb(node).SerializeToString())
     records = [fleet_pb2.NodeRecord.FromString(message) for message in group.gather()]
     for rank, record in enumerate(records, start=1):
-        if record.layout_fingerprint != compute.pool.layout.fingerprint:
+        if record.layout_fingerprint != loaded.pool.layout.fingerprint:
             raise ServeError(f"rank {rank} has layout {record.layout_fingerprint.hex()}; do all hosts have one model?")
     return [RankInfo(record.total_pages) for record in records]
 
 
-def _meet_as_follower(group: RingGroup, compute: Compute) -> Incarnation:
+def _meet_as_follower(group: RingGroup, loaded: Loaded) -> Incarnation:
     node = incarnation_from_pb(common_pb2.Incarnation.FromString(group.receive()))
-    record = fleet_pb2.NodeRecord(
-        total_pages=compute.pool.num_pages, layout_fingerprint=compute.pool.layout.fingerprint
-    )
+    record = fleet_pb2.NodeRecord(total_pages=loaded.pool.num_pages, layout_fingerprint=loaded.pool.layout.fingerprint)
     group.send_to_leader(record.SerializeToString())
     return node
 

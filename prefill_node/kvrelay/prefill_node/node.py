@@ -18,7 +18,7 @@ from kvrelay.core.lifecycle import StopSignals, announce_ready
 from kvrelay.core.supervise import keep, watch_loop
 from kvrelay.core.types import Counters, Incarnation, Role
 from kvrelay.kv_transfer.agent_thread import TransferThread
-from kvrelay.prefill_node.compute import Compute, align_tokens
+from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.group import RingGroup
 from kvrelay.prefill_node.health import StepProgress
@@ -31,6 +31,7 @@ from kvrelay.prefill_node.rank import TRANSFER_STUCK
 from kvrelay.prefill_node.registration import LeaseThread
 from kvrelay.prefill_node.servicer import NodeFacts, PrefillServicer
 from kvrelay.prefill_node.settings import PrefillSettings
+from kvrelay.prefill_node.wiring import align_tokens, rank_worker, start_transfer
 from kvrelay.proto.convert import incarnation_to_pb
 from kvrelay.proto.node_metrics import NodeMetrics
 from kvrelay.proto.server import node_security
@@ -50,7 +51,7 @@ class RankInfo:
 
 async def serve(
     settings: PrefillSettings,
-    compute: Compute,
+    loaded: Loaded,
     group: RingGroup | None,
     node: Incarnation,
     ranks: list[RankInfo],
@@ -71,12 +72,12 @@ async def serve(
     watch_loop(loop, die)
     stop, step_ended = StopSignals(loop), asyncio.Event()
     published = Published(index_url=settings.index_url, fleet=settings.fleet, node=node)
-    transfer = compute.start_transfer(settings, node, 0, on_fatal=lambda: die("the transfer thread died"))
+    transfer = start_transfer(loaded, settings, node, 0, on_fatal=lambda: die("the transfer thread died"))
     counters = Counters()
-    worker = compute.worker(settings, group, transfer, node, loop, wake=lambda: leader.wake(), counters=counters)  # noqa: PLW0108 - made below
-    layout = compute.pool.layout
+    worker = rank_worker(loaded, settings, group, transfer, node, loop, wake=lambda: leader.wake(), counters=counters)  # noqa: PLW0108 - made below
+    layout = loaded.pool.layout
     leader = Leader(
-        _control(settings, compute, ranks),
+        _control(settings, loaded, ranks),
         worker,
         group,
         token_bytes=layout.row_bytes * layout.num_layers,
@@ -84,7 +85,7 @@ async def serve(
         counters=counters,
     )
     leases = Leases(lease_s=settings.lease_s, on_expired=leader.cancel)
-    config = compute.model.config
+    config = loaded.model.config
     facts = NodeFacts(
         incarnation=node,
         layout=layout,
@@ -109,7 +110,7 @@ async def serve(
         if progress.stuck is not None:
             return None  # so that nobody is sent here
         now = _record(settings, facts, leader, servicer, endpoint, sum(rank.num_pages for rank in ranks))
-        chunk_tokens = settings.chunk_tokens_on(compute.device.type)
+        chunk_tokens = settings.chunk_tokens_on(loaded.device.type)
         add_measured(now, leader.chunk_times.fitted, transfer.link_speeds(), chunk_tokens=chunk_tokens, layout=layout)
         return now
 
@@ -162,15 +163,15 @@ def _progress(leader: Leader, transfer: TransferThread, registration: LeaseThrea
     return ProgressWatch(threads | {"transfer (of a further rank)": others_stuck_s}, limit_s=limit_s)
 
 
-def _control(settings: PrefillSettings, compute: Compute, ranks: list[RankInfo]) -> RingControl:
-    chunk_tokens = settings.chunk_tokens_on(compute.device.type)
-    layout = compute.pool.layout
+def _control(settings: PrefillSettings, loaded: Loaded, ranks: list[RankInfo]) -> RingControl:
+    chunk_tokens = settings.chunk_tokens_on(loaded.device.type)
+    layout = loaded.pool.layout
     pages = RingPages(
         pages_per_rank=[rank.num_pages for rank in ranks],
         page_tokens=layout.page_tokens,
         block_tokens=layout.block_tokens,
         chunk_tokens=chunk_tokens,
-        align_tokens=align_tokens(compute.device),
+        align_tokens=align_tokens(loaded.device),
     )
     return RingControl(
         pages,

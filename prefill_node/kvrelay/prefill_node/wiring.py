@@ -1,0 +1,78 @@
+"""How one rank process, once it has loaded, is connected: its transfer thread, and the worker over everything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import torch
+
+from kvrelay.core.types import Counters, Incarnation
+from kvrelay.kv_transfer.agent_thread import TransferThread
+from kvrelay.kv_transfer.local import Limits
+from kvrelay.kv_transfer.pool_agent import start_agent
+from kvrelay.kv_transfer.values import MAX_RING_SIZE
+from kvrelay.model.loaded import Loaded
+from kvrelay.prefill_node.chunk_plan import ChunkPlanner
+from kvrelay.prefill_node.group import RingGroup
+from kvrelay.prefill_node.handoff import WriterOpener
+from kvrelay.prefill_node.rank import RankWorker
+from kvrelay.prefill_node.ring import Ring
+from kvrelay.prefill_node.settings import PrefillSettings
+from kvrelay.proto.tls import Tls
+
+
+def align_tokens(device: torch.device) -> int:
+    """Return where spans of a chunk may be cut: at pages on GPUs, anywhere on CPUs."""
+    return 64 if device.type == "cuda" else 1
+
+
+def start_transfer(
+    loaded: Loaded, settings: PrefillSettings, node: Incarnation, rank: int, *, on_fatal: Callable[[], None]
+) -> TransferThread:
+    """Start this rank's agent of the data plane.
+
+    Raises:
+        TransferError: the transport does not start.
+    """
+    transfer, _ = start_agent(loaded.pool, settings, node=node, rank=rank, num_cells=MAX_RING_SIZE, on_fatal=on_fatal)
+    return transfer
+
+
+def rank_worker(
+    loaded: Loaded,
+    settings: PrefillSettings,
+    group: RingGroup | None,
+    transfer: TransferThread,
+    node: Incarnation,
+    loop: asyncio.AbstractEventLoop,
+    *,
+    wake: Callable[[], None],
+    counters: Counters,
+) -> RankWorker:
+    """Return the worker of this rank; `wake` is called when a hand-off has moved on."""
+    ring = Ring(group, loaded.pool, counters)
+    opener = WriterOpener(
+        transfer=transfer,
+        pool=loaded.pool,
+        node=node,
+        rank=ring.rank,
+        loop=loop,
+        limits=Limits(
+            fence_timeout_s=settings.fence_timeout_s,
+            max_message_bytes=settings.max_message_bytes,
+            tls=Tls.load(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key),
+        ),
+        wake=wake,
+    )
+    planner = ChunkPlanner(
+        rank=ring.rank,
+        ring_size=ring.size,
+        align_tokens=align_tokens(loaded.device),
+        ring_block_tokens=settings.ring_block_tokens_on(loaded.device.type),
+        device=loaded.device,
+    )
+    return RankWorker(
+        loaded.model, loaded.pool, ring, open_writer=opener, planner=planner, counters=counters,
+        more_counters=(transfer.counters, opener.counters), transfer_stuck_s=transfer.stuck_s,
+    )  # fmt: skip
