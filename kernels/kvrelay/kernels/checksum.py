@@ -20,7 +20,6 @@ from torch import Tensor
 
 from kvrelay.kernels.triton_support import triton_refuses
 
-KIND = "wordsum64"  # what a layout's fingerprint calls it
 WORD_BYTES = 8
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
