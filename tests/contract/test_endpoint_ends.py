@@ -115,6 +115,28 @@ async def test_a_wrong_token_is_refused(kind: str, decode: Reader) -> None:
         assert "wrong token" in failed.reason
 
 
+async def test_a_ticket_with_other_pages_than_the_reserved_ones_lets_nobody_in(kind: str, decode: Reader) -> None:
+    with ring(kind) as [rank]:
+        ticket = decode.reserve("r", writer=rank.writer)
+        ticket.pages[0].first_page += 1
+
+        [failed] = await outcomes(asyncio.create_task(rank.endpoint(ticket).run()))
+
+        assert isinstance(failed, Failed)
+        assert "does not name what epoch" in failed.reason
+
+
+async def test_a_ticket_with_another_fence_cell_lets_nobody_in(kind: str, decode: Reader) -> None:
+    with ring(kind) as [rank]:
+        ticket = decode.reserve("r", writer=rank.writer)
+        ticket.fence_slot += 1
+
+        [failed] = await outcomes(asyncio.create_task(rank.endpoint(ticket).run()))
+
+        assert isinstance(failed, Failed)
+        assert "does not name what epoch" in failed.reason
+
+
 async def test_a_ticket_for_another_writer_is_refused_before_it_is_used(kind: str, decode: Reader) -> None:
     with ring(kind) as [rank]:
         ticket = decode.reserve("r", writer=Incarnation.new("somebody else"))

@@ -19,6 +19,7 @@ from faults.lab.requests import right
 from faults.lab.workload import prompt
 from kvrelay.core.errors import ServeError
 from kvrelay.kv_transfer import notice, wire
+from kvrelay.kv_transfer.ticket import destination_digest
 from kvrelay.kv_transfer.transport import agent_name
 from kvrelay.proto.convert import incarnation_from_pb
 from kvrelay.proto.v1 import common_pb2, decode_pb2, fleet_pb2, handoff_pb2, inference_pb2, prefill_pb2
@@ -155,6 +156,14 @@ def test_a2_a_manifest_is_read_whole_or_refused(made: handoff_pb2.RankManifest) 
     assert len(read.parts) == len(made.parts)
 
 
+def _digest_of(ticket: handoff_pb2.Ticket) -> bytes:
+    pages = [run.first_page + i for run in ticket.pages for i in range(run.num_pages)]
+    return destination_digest(
+        ring_size=ticket.ring_size, prompt_tokens=ticket.prompt_tokens, resident_tokens=ticket.resident_tokens,
+        fence_slot=ticket.fence_slot, pages=pages,
+    )  # fmt: skip
+
+
 @pytest.mark.sabotage("tokens_unchecked")
 def test_a_ticket_is_good_for_its_request_epoch_and_writer_only_and_once(fleet: Fleet) -> None:
     with drive(fleet, prompt(910, 100)) as one:
@@ -164,6 +173,7 @@ def test_a_ticket_is_good_for_its_request_epoch_and_writer_only_and_once(fleet: 
         hello = handoff_pb2.AttachHello(
             epoch=ticket.epoch, request=ticket.request, writer=ticket.writer, rank=0,
             one_time_token=ticket.one_time_token, layout_fingerprint=ticket.layout_fingerprint, address=address,
+            destination_digest=_digest_of(ticket),
         )  # fmt: skip
 
         def attach(**changed: Any) -> tuple[grpc.StatusCode, str]:
@@ -178,6 +188,7 @@ def test_a_ticket_is_good_for_its_request_epoch_and_writer_only_and_once(fleet: 
 
         wrong: dict[str, Any] = {
             "one_time_token": secrets.token_bytes(16),
+            "destination_digest": secrets.token_bytes(16),
             "request": common_pb2.RequestRef(request_id=ticket.request.request_id, attempt=2),
             "epoch": common_pb2.Epoch(decode=ticket.epoch.decode, counter=ticket.epoch.counter + 1),
         }

@@ -14,6 +14,7 @@ from kvrelay.core.grpc_status import grpc_status
 from kvrelay.kv_transfer import session_events as ev
 from kvrelay.kv_transfer.hub_sessions import Entry, HubSessions, Outbox
 from kvrelay.kv_transfer.session_table import State
+from kvrelay.kv_transfer.ticket import destination_digest
 from kvrelay.kv_transfer.transport import agent_name
 from kvrelay.kv_transfer.values import FenceProof
 from kvrelay.kv_transfer.wire import manifest_from_pb_on_loop, proof_from_pb, request_from_pb
@@ -84,6 +85,10 @@ def _attach(sessions: HubSessions, hello: handoff_pb2.AttachHello) -> tuple[Entr
     writer = incarnation_from_pb(hello.writer)
     if hello.address.agent_name != agent_name(writer, rank):
         raise InvalidRequestError(f"rank {rank} of {writer} comes with the agent {hello.address.agent_name!r}")
+    if not hmac.compare_digest(hello.destination_digest, _destination_of(entry)):
+        raise StaleMessageError(
+            f"the ticket of rank {rank} of {writer} does not name what epoch {entry.epoch} reserved"
+        )
     event = ev.Attach(rank, writer, request_from_pb(hello.request), hello.one_time_token, hello.layout_fingerprint)
     outbox: Outbox = asyncio.Queue()
     known = entry.outboxes.get(rank)
@@ -97,6 +102,17 @@ def _attach(sessions: HubSessions, hello: handoff_pb2.AttachHello) -> tuple[Entr
             entry.outboxes[rank] = known
         raise
     return entry, rank
+
+
+def _destination_of(entry: Entry) -> bytes:
+    ours = entry.session.reservation
+    return destination_digest(
+        ring_size=ours.ring_size,
+        prompt_tokens=ours.prompt_tokens,
+        resident_tokens=ours.resident_tokens,
+        fence_slot=entry.fence_slot,
+        pages=ours.pages,
+    )
 
 
 async def _listen(sessions: HubSessions, entry: Entry, rank: int, incoming: Incoming) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.core.errors import InvalidRequestError, LayoutMismatchError, StaleMessageError
@@ -20,6 +23,7 @@ class OpenedTicket:
     request: Request
     pages: tuple[int, ...]  # of decode's pool, in token order
     address: Address  # of decode's agent
+    destination_digest: bytes
 
 
 def open_ticket(ticket: handoff_pb2.Ticket, *, writer: Incarnation, rank: int, layout: PageLayout) -> OpenedTicket:
@@ -53,4 +57,23 @@ def open_ticket(ticket: handoff_pb2.Ticket, *, writer: Incarnation, rank: int, l
     if end > address.pool_pages:
         raise InvalidRequestError(f"page {end - 1} of a pool of {address.pool_pages} pages")
     pages = tuple(run.first_page + i for run in runs for i in range(run.num_pages))
-    return OpenedTicket(epoch_from_pb(ticket.epoch), request_from_pb(ticket.request), pages, address)
+    digest = destination_digest(
+        ring_size=ticket.ring_size,
+        prompt_tokens=ticket.prompt_tokens,
+        resident_tokens=ticket.resident_tokens,
+        fence_slot=ticket.fence_slot,
+        pages=pages,
+    )
+    return OpenedTicket(epoch_from_pb(ticket.epoch), request_from_pb(ticket.request), pages, address, digest)
+
+
+def destination_digest(
+    *, ring_size: int, prompt_tokens: int, resident_tokens: int, fence_slot: int, pages: Sequence[int]
+) -> bytes:
+    """Return 16 bytes that stand for everything of a ticket that says where its ranks write.
+
+    Decode compares them with its reservation before it lets a rank in, so a ticket that was changed on its way, or made
+    up around a true epoch, never reaches pages that were not reserved for it.
+    """
+    numbers = array("q", (ring_size, prompt_tokens, resident_tokens, fence_slot, *pages))
+    return hashlib.blake2b(numbers.tobytes(), digest_size=16).digest()

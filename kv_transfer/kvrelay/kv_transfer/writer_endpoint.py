@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future
 
@@ -80,7 +81,9 @@ class WriterEndpoint:
         self._writer, self._rank, self._pool = writer, rank, pool
         self._thread, self._counters, self._clock, self._limits = thread, counters, clock, limits
         self._notice_key = NoticeKey.of(opened.epoch, opened.request)
-        self._key = f"{opened.epoch}/{rank}"
+        self._destination = opened.destination_digest
+        # A ticket may be used twice, by mistake or on purpose: decode lets in one of the two, and each has its own key.
+        self._key = f"{opened.epoch}/{rank}/{secrets.token_hex(4)}"
         self._session = WriterSession(
             f"{opened.epoch} rank {rank}",
             deadline_s=clock() + ticket.timeout_ms / 1000,
@@ -212,6 +215,7 @@ class WriterEndpoint:
             one_time_token=self._ticket.one_time_token,
             layout_fingerprint=self._pool.layout.fingerprint,
             address=address_to_pb(self._thread.address),
+            destination_digest=self._destination,
         )
 
     def _hear(self, event: handoff_pb2.ReaderEvent) -> None:

@@ -349,9 +349,14 @@ class AttachHello(_message.Message):
     ONE_TIME_TOKEN_FIELD_NUMBER: _builtins.int
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    DESTINATION_DIGEST_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     one_time_token: _builtins.bytes
     layout_fingerprint: _builtins.bytes
+    destination_digest: _builtins.bytes
+    """Digest of where this rank will write: the ticket's ring size, tokens, fence slot and pages. A ticket passes through
+    other processes; decode lets nobody in whose copy differs from what it reserved.
+    """
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
@@ -372,10 +377,11 @@ class AttachHello(_message.Message):
         one_time_token: _builtins.bytes = ...,
         layout_fingerprint: _builtins.bytes = ...,
         address: Global___TransportAddress | None = ...,
+        destination_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "request", b"request", "writer", b"writer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "layout_fingerprint", b"layout_fingerprint", "one_time_token", b"one_time_token", "rank", b"rank", "request", b"request", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "destination_digest", b"destination_digest", "epoch", b"epoch", "layout_fingerprint", b"layout_fingerprint", "one_time_token", b"one_time_token", "rank", b"rank", "request", b"request", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
