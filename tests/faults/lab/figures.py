@@ -39,6 +39,7 @@ def failover_s(fleet: Fleet, seed: int) -> float:
     retries = fleet.retries()
     times: list[float] = []
     answer = Answer()
+    fleet.serve_on(f"decode-{seed % 2}")  # in turns: a node that dies too often stays down
     call = fleet.start(prompt(seed, PROMPT_TOKENS), max_tokens=OUTPUT_TOKENS)
 
     def read() -> None:
