@@ -42,8 +42,9 @@ def further_node(fleet: Fleet, model_of: str, name: str, **changed: str) -> Iter
         wait_until(lambda: name not in {record.node.name for record in fleet.nodes()}, 10)
 
 
-def pair_of(fleet: Fleet, tokens: list[int]) -> tuple[str, str]:
-    """Return which nodes serve a request."""
+def pair_of(fleet: Fleet, tokens: list[int], *, prefill: str) -> tuple[str, str]:
+    """Return which nodes serve a request that this prefill node must compute."""
+    fleet.serve_on(prefill)
     nodes = fleet.generate(tokens, max_tokens=8).finished.nodes
     return nodes.prefill_node, nodes.decode_node
 
@@ -115,7 +116,10 @@ def test_r4_two_layouts_in_one_fleet_pair_each_with_its_like(fleet: Fleet) -> No
         with further_node(fleet, "prefill-0", "prefill-x", dtype="bfloat16"):
             layouts = {record.node.name: record.layout_fingerprint for record in fleet.nodes()}
             assert layouts["prefill-x"] == layouts["decode-x"] != layouts["decode-0"]
-            pairs = [pair_of(fleet, prompt(534 + turn, 100)) for turn in range(12)]
+            pairs = [
+                pair_of(fleet, prompt(534 + turn, 100), prefill=("prefill-0", "prefill-x")[turn % 2])
+                for turn in range(12)
+            ]
     assert all(layouts[prefill] == layouts[decode] for prefill, decode in pairs)
     assert len({layouts[prefill] for prefill, _ in pairs}) == 2, pairs
     assert fleet.retries() == before
