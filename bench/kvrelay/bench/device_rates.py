@@ -26,6 +26,11 @@ class Rates:
     matmul_flop_per_s: float  # a large square product of random numbers in the model's dtype
 
 
+def short_name(device: torch.device) -> str:
+    """Return what result files call a device: the model of a GPU, or cpu."""
+    return torch.cuda.get_device_name(device).split()[-1].lower() if device.type == "cuda" else "cpu"
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     result["moves"] = moves(device, copy_bytes_per_s=copy, repetitions=repetitions)
     print(json.dumps(result, indent=2) if options.full else json.dumps(_short(result)))
     if options.out:
-        name = torch.cuda.get_device_name().split()[-1].lower()
+        name = device_rates.short_name(device)
         print(report.write(Path(options.out), device=name, bench="kernels", result=result))
     return 0
 

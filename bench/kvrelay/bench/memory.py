@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvrelay.bench import report
-from kvrelay.bench.device_rates import timed_s
+from kvrelay.bench.device_rates import short_name, timed_s
 from kvrelay.bench.random_model import SHAPES, random_model
 from kvrelay.core.errors import SettingsError
 from kvrelay.core.layout import DTYPE_BYTES
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     result = measure(SHAPES[options.shape], prompt_tokens=options.prompt_tokens, chunk_tokens=options.chunk_tokens)
     print(json.dumps(result, indent=1))
     if options.out:
-        name = torch.cuda.get_device_name().split()[-1].lower()
+        name = short_name(torch.device("cuda"))
         print(report.write(Path(options.out), device=name, bench="memory", result=result))
     return 0
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.bench import report
-from kvrelay.bench.device_rates import synchronize, timed_s
+from kvrelay.bench.device_rates import short_name, synchronize, timed_s
 from kvrelay.bench.random_model import V2_LITE
 from kvrelay.core.errors import TransferError
 from kvrelay.core.layout import PageLayout
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     result = measure(writer, reader, megabytes=options.megabytes)
     print(json.dumps(result, indent=1))
     if options.out:
-        name = torch.cuda.get_device_name(writer).split()[-1].lower() if writer.type == "cuda" else "cpu"
+        name = short_name(writer)
         print(report.write(Path(options.out), device=name, bench="relay", result=result))
     return 0
 

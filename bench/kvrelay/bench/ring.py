@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch lists it nowhere
 
 from kvrelay.bench import report, ring_rivals
-from kvrelay.bench.device_rates import synchronize, timed_s
+from kvrelay.bench.device_rates import short_name, synchronize, timed_s
 from kvrelay.bench.random_model import SHAPES, random_model
 from kvrelay.core.errors import RingError, SettingsError
 from kvrelay.core.shard import Span
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     result = {"shape": options.shape, "ranks": options.ranks, "device": options.device, "lengths": measure(options)}
     print(json.dumps(result, indent=1))
     if options.out:
-        name = torch.cuda.get_device_name().split()[-1].lower() if on_gpus else "cpu"
+        name = short_name(torch.device(options.device))
         print(report.write(Path(options.out), device=name, bench="ring", result=result))
     return 0
 

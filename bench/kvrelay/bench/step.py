@@ -21,11 +21,11 @@ import torch
 from kvrelay.bench import device_rates, report, step_profile, vllm_figures
 from kvrelay.bench.device_rates import Rates
 from kvrelay.bench.random_model import SHAPES, random_model
-from kvrelay.core.errors import SettingsError
 from kvrelay.core.types import Sampling
 from kvrelay.decode_node.engine import DecodeEngine, SequenceState
 from kvrelay.decode_node.scheduler import Sequence
 from kvrelay.kvcache.pool import LatentPool
+from kvrelay.model.loaded import choose_device
 from kvrelay.model.sampler import SamplerState
 from kvrelay.model.single import SingleEngine
 from kvrelay.model.transformer import Model
@@ -121,12 +121,12 @@ class Bench:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print the figures and write the result file when asked to."""
-    device = _device(options.device)
+    device = choose_device(options.device)
     with torch.inference_mode():
         result = measure(options, device)
     print(json.dumps(result, indent=1))
     if options.out:
-        name = torch.cuda.get_device_name(device).split()[-1].lower() if device.type == "cuda" else "cpu"
+        name = device_rates.short_name(device)
         print(report.write(Path(options.out), device=name, bench="step", result=result))
     return 0
 
@@ -167,18 +167,6 @@ def _judge_prefill(figures: dict[str, Any], rates: Rates) -> dict[str, Any]:
     figures["floor_ms"] = round(floor_s * 1e3, 3)
     figures["over_floor"] = round(figures["ttft_ms"] / 1e3 / floor_s, 3)
     return figures | vllm_figures.ttft_ratio(figures)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise SettingsError(f"--device {name}: there is no CUDA device")
-    device = torch.device(name)
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    return device
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from kvrelay.cli.eval_target import Answer, Text
 from kvrelay.core.types import Sampling
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.checkpoint import load_model
+from kvrelay.model.loaded import choose_device
 from kvrelay.model.single import SingleEngine
 from kvrelay.router.output import Output
 
@@ -28,7 +27,7 @@ class FolderTarget:
         Raises:
             ModelLoadError: the checkpoint does not fit, or is damaged.
         """
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = choose_device("auto")
         self._text = text
         self._model = load_model(text.folder, dtype="auto", device=device, max_model_len=None)
         self._engine: SingleEngine | None = None

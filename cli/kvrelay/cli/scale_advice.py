@@ -13,6 +13,7 @@ from kvrelay.cli import client
 from kvrelay.cli.advisor import Advice, Advisor, NodeLoad, Targets
 from kvrelay.cli.identity import Identity
 from kvrelay.core.clock import monotonic
+from kvrelay.proto.convert import incarnation_from_pb
 from kvrelay.proto.v1 import fleet_pb2, fleet_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0
@@ -50,7 +51,7 @@ def load_of(record: fleet_pb2.NodeRecord) -> NodeLoad:
     """Return what the advisor needs of a node's record."""
     is_prefill = record.role == fleet_pb2.NODE_ROLE_PREFILL
     return NodeLoad(
-        name=f"{record.node.name}@{record.node.start_id:016x}",
+        name=str(incarnation_from_pb(record.node)),
         role="prefill" if is_prefill else "decode",
         devices=record.ring_size,
         work=record.queued_tokens if is_prefill else record.active_requests,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.index.client import Keys, ask, connect
+from kvrelay.proto.convert import incarnation_from_pb
 from kvrelay.proto.v1.fleet_pb2 import RouterLoad
 
 LEASE_S = 3.0
@@ -52,4 +53,4 @@ class RouterLoads:
 
 def _name(load: RouterLoad) -> str:
     """Return a name that two routers never share, even when their operator gave them the same one."""
-    return f"{load.router.name}@{load.router.start_id:016x}"
+    return str(incarnation_from_pb(load.router))

@@ -81,6 +81,11 @@ def agent_name(node: Incarnation, rank: int) -> str:
     return f"{node}/{rank}"
 
 
+def node_name(agent: str) -> str:
+    """Return the name of the node, the same in all its lives, that an agent's name was made of."""
+    return agent.rpartition("/")[0].rpartition("@")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Pending:
     """A write that may still read its source and land in its target."""

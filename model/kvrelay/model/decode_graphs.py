@@ -231,7 +231,7 @@ class DecodeGraphs:
         for index, row in enumerate(rows):
             position = row.position + 1
             if not np.isfinite(best[index]):
-                yield NonFiniteLogitsError(f"logits for position {position} have maximum {best[index]}")
+                yield NonFiniteLogitsError(position, best[index])
             elif row.sampler.sampling.logprobs is not None:
                 yield sample(logits_BV[index : index + 1], [row.sampler], [position])[0]
             else:

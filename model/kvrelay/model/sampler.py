@@ -27,6 +27,9 @@ LARGEST_LOGIT = 1e300
 class NonFiniteLogitsError(ServeError):
     """A row of logits has no finite maximum, so no token can be chosen. Ends that request only."""
 
+    def __init__(self, position: int, maximum: float) -> None:
+        super().__init__(f"logits for position {position} have maximum {maximum}")
+
 
 class SamplerState:
     """What one request's sampling remembers: which tokens its prompt and its output hold. Owned by the step thread."""
@@ -104,7 +107,7 @@ def sample(
     chosen: list[SampledToken | NonFiniteLogitsError] = []
     for index, (state, position) in enumerate(zip(states, positions, strict=True)):
         if not np.isfinite(best[index]):
-            chosen.append(NonFiniteLogitsError(f"logits for position {position} have maximum {best[index]}"))
+            chosen.append(NonFiniteLogitsError(position, best[index]))
         elif state.is_plain_greedy:
             chosen.append(SampledToken(arg[index]))
         else:

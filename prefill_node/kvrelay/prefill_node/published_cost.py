@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.time_fit import Fitted
+from kvrelay.kv_transfer.transport import node_name
 from kvrelay.proto.v1 import fleet_pb2
 
 
@@ -44,7 +45,6 @@ def links_of(speeds: Mapping[str, float], *, ring_size: int, token_bytes: int) -
     """
     links = []
     for agent, bytes_per_s in speeds.items():
-        node = agent.rpartition("/")[0].rpartition("@")[0]
         together = bytes_per_s * ring_size
-        links.append(fleet_pb2.Link(peer=node, bytes_per_s=together, token_s=token_bytes / together))
+        links.append(fleet_pb2.Link(peer=node_name(agent), bytes_per_s=together, token_s=token_bytes / together))
     return links

