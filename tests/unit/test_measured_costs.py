@@ -15,7 +15,8 @@ from kvrelay.proto.v1 import fleet_pb2
 from kvrelay.router.cost import DEFAULT_COST, compute_s, published_cost, step_s
 from kvrelay.router.fleet import NodeView, view_of
 from kvrelay.router.learned import Learned
-from kvrelay.router.placement import Question, place, usual_link_s
+from kvrelay.router.placement import Question, place
+from kvrelay.router.usual import usual_link_s
 
 GIB = 1 << 30
 

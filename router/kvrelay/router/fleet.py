@@ -20,7 +20,7 @@ from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import decode_pb2_grpc, fleet_pb2, prefill_pb2_grpc
 from kvrelay.router.cost import DEFAULT_COST, NodeCost, published_cost
 from kvrelay.router.peers import Node
-from kvrelay.router.placement import usual_link_s
+from kvrelay.router.usual import usual_link_s, with_usual_costs
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class FleetView:
         self._retired: list[tuple[float, aio.Channel]] = []
         self._task: asyncio.Task[None] | None = None
         self.registry_reachable = False
-        self.usual_link_s = 0.0  # see `placement.usual_link_s`
+        self.usual_link_s = 0.0  # see `usual.usual_link_s`
 
     async def start(self) -> None:
         await self.refresh()
@@ -173,7 +173,7 @@ class FleetView:
         self._take(records)
 
     def _take(self, records: list[fleet_pb2.NodeRecord]) -> None:
-        nodes = [node for node in map(view_of, records) if node is not None]
+        nodes = with_usual_costs([node for node in map(view_of, records) if node is not None])
         self._log_changes({node.incarnation: node for node in nodes})
         self._records = records
         self._told_to_leave &= {node.incarnation for node in nodes}

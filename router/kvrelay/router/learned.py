@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvrelay.core.types import Incarnation
+from kvrelay.core.types import Incarnation, Role
 from kvrelay.router.cost import Correction
 
 if TYPE_CHECKING:
@@ -26,7 +28,9 @@ class Learned:
         Args:
             predicted_s: as the corrected costs said.
         """
-        correction = self._prefill.setdefault(node, Correction())
+        correction = self._prefill.get(node)
+        if correction is None:  # it was predicted with what is usual
+            correction = self._prefill[node] = Correction(log_scale=self._usual_log_scale())
         correction.observe(predicted_s=predicted_s / correction.scale, observed_s=observed_s)
 
     def is_proven(self, node: Incarnation) -> bool:
@@ -35,7 +39,10 @@ class Learned:
         return node in self._measured or (correction is not None and correction.observations >= 3)
 
     def corrected(self, nodes: Iterable[NodeView]) -> tuple[NodeView, ...]:
-        """Return the nodes with costs as they have shown themselves to be; forgets the nodes that are gone."""
+        """Return the nodes with costs as they have shown themselves to be; forgets the nodes that are gone.
+
+        A node of which nothing was seen yet is taken to be as far off as the others are.
+        """
         nodes = tuple(nodes)
         here = {node.incarnation for node in nodes}
         for gone in [one for one in self._prefill if one not in here]:
@@ -45,12 +52,19 @@ class Learned:
             if node.cost.is_measured and node.incarnation not in self._measured:
                 self._measured.add(node.incarnation)
                 self._prefill.pop(node.incarnation, None)  # it corrected what was assumed until now
-        return tuple(self._correct(node) for node in nodes)
+        usual = math.exp(self._usual_log_scale())
+        return tuple(self._correct(node, usual) for node in nodes)
 
-    def _correct(self, node: NodeView) -> NodeView:
-        correction = self._prefill.get(node.incarnation)
-        if correction is None:
+    def _usual_log_scale(self) -> float:
+        """Return the median of the corrections and of one that says nothing, so that a single node decides little."""
+        return statistics.median([0.0, *(one.log_scale for one in self._prefill.values())])
+
+    def _correct(self, node: NodeView, usual: float) -> NodeView:
+        if node.role is not Role.PREFILL:
             return node
-        cost, scale = node.cost, correction.scale
+        correction = self._prefill.get(node.incarnation)
+        cost, scale = node.cost, usual if correction is None else correction.scale
+        if scale == 1.0:
+            return node
         scaled = replace(cost, start_s=cost.start_s * scale, token_s=cost.token_s * scale, pair_s=cost.pair_s * scale)
         return replace(node, cost=scaled)

@@ -6,7 +6,6 @@ Prefill and decode are chosen together: both of one page layout, by the sum of t
 from __future__ import annotations
 
 import heapq
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -66,12 +65,6 @@ def missing_for_service(nodes: Sequence[NodeView]) -> str | None:
     if absent:
         return f"no {' and no '.join(absent)} node takes requests"
     return None if usable_groups(nodes) else "no prefill and decode node have the same page layout"
-
-
-def usual_link_s(nodes: Iterable[NodeView]) -> float:
-    """Return the median time per relayed token of all links that were measured; 0 when none was."""
-    measured = [one for node in nodes for one in node.links.values()]
-    return statistics.median(measured) if measured else 0.0
 
 
 def longest_served(nodes: Iterable[NodeView]) -> int:
