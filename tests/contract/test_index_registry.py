@@ -48,6 +48,27 @@ async def test_a_registered_node_is_listed_until_it_withdraws(server: EmbeddedSe
         assert await names(registry) == {"b": B.start_id}
 
 
+async def test_the_life_of_a_registry_ends_when_it_loses_everything_and_not_when_nodes_leave(
+    server: EmbeddedServer,
+) -> None:
+    async with a_registry(server) as registry:
+        await registry.register(a_record(A))
+        await registry.nodes()
+        life = registry.life
+        await registry.withdraw(A)
+        await registry.nodes()
+        left = registry.life
+        await registry._redis.flushall()
+        await registry.nodes()
+        emptied = registry.life
+        await registry.heartbeat(a_record(A))
+        await registry.nodes()
+
+    assert life
+    assert (left, emptied) == (life, b"")
+    assert registry.life not in (life, b"")
+
+
 async def test_a_node_without_heartbeats_is_forgotten_when_its_lease_is_over(server: EmbeddedServer) -> None:
     async with a_registry(server) as registry:
         await registry.register(a_record(A), ttl_s=0.1)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc import aio
+from grpc_health.v1 import health_pb2
 
+from kvrelay.index.client import connect
 from kvrelay.index.server import EmbeddedServer
 from kvrelay.proto import convert
 from kvrelay.proto.v1 import fleet_pb2
-from router_stage import _record, asked, model_of_bytes, playing, until
+from kvrelay.router.leases import LeaseKeeper
+from router_stage import Stage, _record, asked, model_of_bytes, playing, until
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +96,48 @@ async def test_top_shows_what_a_router_serves_and_its_nodes(index: EmbeddedServe
         ["prefill", "prefill"],
         ["decode", "decode"],
     ] * 2
+
+
+async def test_a_registry_that_loses_everything_stops_no_request_and_one_node_that_is_back_hides_no_other(
+    model: Path,
+) -> None:
+    server = EmbeddedServer.start()
+    try:
+        async with playing(server, model) as stage:
+            redis = connect(server.url, timeout_s=5.0)
+            await stage.run(asked())
+            await redis.flushall()
+            await stage.router.fleet.refresh()
+            emptied = await stage.run(asked())
+            await stage.registry.heartbeat(stage.records[0], ttl_s=60)
+            await stage.router.fleet.refresh()
+            halved = await stage.run(asked())
+            await stage.registry.heartbeat(stage.records[1], ttl_s=60)
+            await stage.registry.withdraw(convert.incarnation_from_pb(stage.records[1].node))
+            await stage.router.fleet.refresh()
+            await redis.aclose()
+
+        assert emptied[-1].HasField("finished")
+        assert halved[-1].HasField("finished")
+    finally:
+        server.stop()
+
+
+async def test_a_router_whose_lease_thread_hangs_is_not_serving_until_it_moves_again(
+    index: EmbeddedServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(LeaseKeeper, "_renew_all", lambda keeper: goes_on.wait(30))
+    async with playing(index, model, stuck_after_s=0.2) as stage:
+        before = await stage.health()
+        await until_health(stage, health_pb2.HealthCheckResponse.NOT_SERVING)
+        goes_on.set()
+        await until_health(stage, health_pb2.HealthCheckResponse.SERVING)
+
+    assert before == health_pb2.HealthCheckResponse.SERVING
+
+
+async def until_health(stage: Stage, wanted: int) -> None:
+    async with asyncio.timeout(10):
+        while await stage.health() != wanted:  # noqa: ASYNC110 - health is asked for, it does not call
+            await asyncio.sleep(0.05)

@@ -156,6 +156,46 @@ def test_a2_a_manifest_is_read_whole_or_refused(made: handoff_pb2.RankManifest) 
     assert len(read.parts) == len(made.parts)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        ({"logprobs": (1 << 32) - 1}, "logprobs is 4294967295; at most 20"),
+        ({"temperature": 1e300}, "temperature is 1e+300"),
+        ({"stop_token_ids": [1] * 600}, "600 entries; at most 512"),
+        ({"max_tokens": (1 << 32) - 1}, "4294967295 to generate"),
+    ],
+)
+@pytest.mark.sabotage("nodes_trust_their_callers")
+def test_a2_counts_of_a_direct_caller_are_bounded_by_the_nodes_themselves(
+    fleet: Fleet, sampling: dict[str, Any], words: str
+) -> None:
+    """A2. Value and limit are named, and nothing is held."""
+    wanted = common_pb2.Sampling(**{"max_tokens": 4, **sampling})
+    with drive(fleet, prompt(920, 100)) as one:
+        code, text = refusal(lambda: one.reserve(sampling=wanted))
+        assert (code, words in text) == (grpc.StatusCode.INVALID_ARGUMENT, True), text
+        if "max_tokens" not in sampling:  # which prefill does not use: it is decode's room
+            code, text = refusal(lambda: one.start_prefill(handoff_pb2.Ticket(), sampling=wanted))
+            assert (code, words in text) == (grpc.StatusCode.INVALID_ARGUMENT, True), text
+    fleet.assert_settled()
+
+
+@pytest.mark.sabotage("nodes_trust_their_callers")
+def test_a2_a_request_id_that_nodes_would_have_to_remember_is_bounded(fleet: Fleet) -> None:
+    """A2. By Reserve, Prefill and Abort, of both kinds of node."""
+    with drive(fleet, prompt(921, 100)) as one:
+        one.ref = common_pb2.RequestRef(request_id="x" * 1000, attempt=1)
+        calls = (
+            one.reserve,
+            lambda: one.start_prefill(handoff_pb2.Ticket()),
+            lambda: one.abort(one.decode),
+            lambda: one.abort(one.prefill),
+        )
+        for call in calls:
+            code, text = refusal(call)
+            assert (code, "1000 bytes" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True), text
+
+
 def _digest_of(ticket: handoff_pb2.Ticket) -> bytes:
     pages = [run.first_page + i for run in ticket.pages for i in range(run.num_pages)]
     return destination_digest(

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.cluster import CALL_S, wait_until
 from faults.lab.drive import Drive, drive, refusal
-from faults.lab.fleet import STUCK_AFTER_S, Fleet
+from faults.lab.fleet import LEASE_S, STUCK_AFTER_S, Fleet
 from faults.lab.requests import TOKENS, Watched, right
 from faults.lab.workload import prompt
 
@@ -154,3 +154,13 @@ def test_r5_a_node_that_makes_no_progress_is_not_serving_and_gets_nothing(fleet:
     fleet.remote.clear()
     held.assert_right()
     wait_until(lambda: serving(endpoint), 5)
+
+
+@pytest.mark.sabotage("nothing_is_ever_stuck")
+def test_r5_a_router_whose_lease_thread_hangs_is_not_serving_until_it_moves_again(fleet: Fleet) -> None:
+    """R5. Clients that watch its health go to another router."""
+    fleet.arm("router", "lease", seconds=60.0, count=1)
+    wait_until(lambda: not serving(fleet.endpoint), STUCK_AFTER_S + 2 * LEASE_S + 4)
+    fleet.remote.clear()
+    wait_until(lambda: serving(fleet.endpoint), 5)
+    right(fleet, 550)

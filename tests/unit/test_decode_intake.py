@@ -54,6 +54,10 @@ def test_a_good_request_needs_its_tokens_and_names_its_full_blocks() -> None:
         (replace(ASK, prompt_T=np.array([3, 256], np.int32)), InvalidRequestError, "256 is outside the vocabulary"),
         (replace(ASK, num_sent_tokens=201), InvalidRequestError, "201 sent tokens"),
         (replace(ASK, sampling=Sampling(max_tokens=801)), InvalidRequestError, "200 prompt tokens and 801 .* 1000"),
+        (replace(ASK, sampling=Sampling(1, logprobs=2**32 - 1)), InvalidRequestError, "logprobs is 4294967295; .* 20"),
+        (replace(ASK, sampling=Sampling(1, temperature=float("nan"))), InvalidRequestError, "temperature is nan"),
+        (replace(ASK, sampling=Sampling(1, top_p=0.0)), InvalidRequestError, "top_p is 0.0"),
+        (replace(ASK, sampling=Sampling(1, stop_token_ids=(1,) * 513)), InvalidRequestError, "513 entries; .* 512"),
         (replace(ASK, prompt_T=np.zeros(1000, np.int32), sampling=Sampling(max_tokens=0)), InvalidRequestError, "1000"),
     ],
 )

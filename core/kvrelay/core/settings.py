@@ -62,6 +62,9 @@ class CommonSettings(BaseSettings):
     lease_s: float = Field(
         5.0, ge=0.5, le=MAX_TIME_LIMIT_S, description="a session whose holder is silent this long is aborted"
     )
+    stuck_after_s: float = Field(
+        10.0, gt=0, description="a process one of whose threads makes no progress for this long is not serving"
+    )
     lame_duck_s: float = Field(
         1.0, ge=0, description="when asked to stop: time between saying so to the others and refusing new work"
     )
@@ -93,9 +96,6 @@ class NodeSettings(CommonSettings):
         2.0, gt=0, description="time between registry heartbeats; the record lives three of them"
     )
     fence_timeout_s: float = Field(10.0, gt=0, description="pages whose fence is later than this are quarantined")
-    stuck_after_s: float = Field(
-        10.0, gt=0, description="a node one of whose threads makes no progress for this long is not serving"
-    )
 
     @model_validator(mode="after")
     def _pool_is_given_once(self) -> Self:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvrelay.core import hash_on_loop
 from kvrelay.core.errors import InvalidRequestError, LayoutMismatchError, UnavailableError
 from kvrelay.core.layout import PageLayout
+from kvrelay.core.sampling_limits import check_sampling
 from kvrelay.core.types import Incarnation
 from kvrelay.decode_node.requests import Ask
 from kvrelay.kv_transfer.values import MAX_RING_SIZE
@@ -48,6 +49,7 @@ async def judge(ask: Ask, *, node: Incarnation, layout: PageLayout, limits: Limi
         raise InvalidRequestError("the request has no id")
     if not 1 <= ask.ring_size <= MAX_RING_SIZE:
         raise InvalidRequestError(f"ring size {ask.ring_size} is outside [1, {MAX_RING_SIZE}]")
+    check_sampling(ask.sampling)
     prompt_tokens = int(ask.prompt_T.shape[0])
     max_tokens = output_tokens(prompt_tokens=prompt_tokens, max_tokens=ask.sampling.max_tokens, limits=limits)
     largest = int(ask.prompt_T.max())

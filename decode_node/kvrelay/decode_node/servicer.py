@@ -42,6 +42,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
         self, request: decode_pb2.ReserveRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.ReserveReply:
         async with grpc_status(context):
+            convert.check_request_id(request.request.request_id)
             with _span("reserve", request.request, context):
                 return decode_pb2.ReserveReply(ticket=await self._node.reserve(_ask(request, self._max_request_s)))
 
@@ -66,6 +67,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
     async def Abort(
         self, request: common_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
     ) -> common_pb2.AbortReply:
+        async with grpc_status(context):
+            convert.check_request_id(request.request.request_id)
         return common_pb2.AbortReply(was_active=self._node.abort(request_from_pb(request.request), request.reason))
 
     async def Renew(

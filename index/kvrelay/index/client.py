@@ -36,6 +36,11 @@ class Keys:
         return f"kvrelay:{{{self.fleet}}}:node:"
 
     @property
+    def node_life(self) -> str:
+        """Made with the first node's record and never again, so that it changes when the server loses everything."""
+        return f"kvrelay:{{{self.fleet}}}:life"
+
+    @property
     def router_names(self) -> str:
         """Set of the names of the fleet's routers."""
         return f"kvrelay:{{{self.fleet}}}:routers"

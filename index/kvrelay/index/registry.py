@@ -5,6 +5,8 @@ A record is stored behind the eight bytes of its start id, so that the server it
 
 from __future__ import annotations
 
+import secrets
+
 from kvrelay.core.errors import StaleMessageError
 from kvrelay.core.types import Incarnation
 from kvrelay.index.client import Keys, ask, connect
@@ -15,12 +17,13 @@ HEARTBEAT_S = 2.0
 _TIMEOUT_S = 1.0
 _START_ID_BYTES = 8
 
-# KEYS: names, record. ARGV: name, start id, record, ttl in ms, "1" to replace another life.
+# KEYS: names, record, life. ARGV: name, start id, record, ttl in ms, "1" to replace another life, a new life.
 _PUT = """
 local held = redis.call('GET', KEYS[2])
 if held and ARGV[5] == '0' and string.sub(held, 1, 8) ~= ARGV[2] then return 0 end
 redis.call('SET', KEYS[2], ARGV[2] .. ARGV[3], 'PX', ARGV[4])
 redis.call('SADD', KEYS[1], ARGV[1])
+redis.call('SETNX', KEYS[3], ARGV[6])
 return 1
 """
 # KEYS: names, record. ARGV: name, start id.
@@ -31,9 +34,9 @@ redis.call('DEL', KEYS[2])
 redis.call('SREM', KEYS[1], ARGV[1])
 return 1
 """
-# KEYS: names. ARGV: prefix of records.
+# KEYS: names, life. ARGV: prefix of records.
 _LIST = """
-local found = {}
+local found = {redis.call('GET', KEYS[2]) or ''}
 for _, name in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   local held = redis.call('GET', ARGV[1] .. name)
   if held then found[#found + 1] = held else redis.call('SREM', KEYS[1], name) end
@@ -46,6 +49,7 @@ class NodeRegistry:
     """The registry of one fleet. Every method is one round trip and raises UnavailableError when it fails."""
 
     def __init__(self, url: str, fleet: str) -> None:
+        self.life = b""  # of what `nodes` returned last: another one when the server has lost all records meanwhile
         self._keys = Keys(fleet)
         self._redis = connect(url, timeout_s=_TIMEOUT_S)
         self._put = self._redis.register_script(_PUT)
@@ -72,7 +76,8 @@ class NodeRegistry:
 
     async def nodes(self) -> list[NodeRecord]:
         """Return the records of all nodes whose lease has not run out."""
-        raw = await ask(self._list(keys=[self._keys.node_names], args=[self._keys.node_prefix]))
+        keys = [self._keys.node_names, self._keys.node_life]
+        self.life, *raw = await ask(self._list(keys=keys, args=[self._keys.node_prefix]))
         return [NodeRecord.FromString(one[_START_ID_BYTES:]) for one in raw]
 
     async def close(self) -> None:
@@ -80,8 +85,9 @@ class NodeRegistry:
 
     async def _write(self, record: NodeRecord, ttl_s: float, *, replace: bool) -> bool:
         name, start_id = record.node.name, _start_id(record.node.start_id)
-        keys = [self._keys.node_names, self._keys.node_prefix + name]
-        args: list[bytes | str | int] = [name, start_id, record.SerializeToString(), int(ttl_s * 1000), int(replace)]
+        keys = [self._keys.node_names, self._keys.node_prefix + name, self._keys.node_life]
+        record_bytes, life = record.SerializeToString(), secrets.token_bytes(8)
+        args: list[bytes | str | int] = [name, start_id, record_bytes, int(ttl_s * 1000), int(replace), life]
         return bool(await ask(self._put(keys=keys, args=args)))
 
 

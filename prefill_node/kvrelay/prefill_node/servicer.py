@@ -22,6 +22,7 @@ from kvrelay.core.errors import (
 )
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.layout import PageLayout
+from kvrelay.core.sampling_limits import check_sampling
 from kvrelay.core.types import Counters, Incarnation, PromptLogprobs
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.jobs import Job, job_key
@@ -29,6 +30,7 @@ from kvrelay.prefill_node.leader import Done, Failed, FirstToken, JobEvent, Lead
 from kvrelay.prefill_node.leases import Leases
 from kvrelay.prefill_node.stats import node_stats
 from kvrelay.proto.convert import (
+    check_request_id,
     finish_to_pb,
     incarnation_from_pb,
     ms_to_pb,
@@ -103,6 +105,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
     async def Abort(
         self, request: common_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
     ) -> common_pb2.AbortReply:
+        async with grpc_status(context):
+            check_request_id(request.request.request_id)
         key = job_key(request.request)
         was_active = key in self._active
         if was_active:
@@ -192,6 +196,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         facts = self._facts
         if incarnation_from_pb(request.node) != facts.incarnation:
             raise UnavailableError(f"this is {facts.incarnation}, not {incarnation_from_pb(request.node)}")
+        check_request_id(request.request.request_id)
+        sampling = sampling_from_pb(request.sampling)
+        check_sampling(sampling)
         prompt_T = unpack_ids(request.packed_ids)
         if not 0 < len(prompt_T) <= facts.max_model_len:
             raise InvalidRequestError(f"a prompt of {len(prompt_T)} tokens; 1 to {facts.max_model_len} are possible")
@@ -213,7 +220,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         return Job(
             request=request.request,
             prompt_T=prompt_T,
-            sampling=sampling_from_pb(request.sampling),
+            sampling=sampling,
             num_sent_tokens=request.num_sent_tokens,
             block_hashes=tuple(hashes),
             ticket=ticket,

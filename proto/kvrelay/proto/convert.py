@@ -22,6 +22,7 @@ from kvrelay.core.types import (
 )
 from kvrelay.proto.v1 import common_pb2, handoff_pb2
 
+_MAX_REQUEST_ID_BYTES = 128  # nodes remember thousands of them
 _FINISH: dict[FinishReason, common_pb2.FinishReason.ValueType] = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
@@ -53,6 +54,16 @@ def unpack_ids(packed: bytes) -> npt.NDArray[np.int32]:
     return ids.astype(np.int32)
 
 
+def check_request_id(request_id: str) -> None:
+    """
+    Raises:
+        InvalidRequestError: it is empty, or too long to be remembered.
+    """
+    num_bytes = len(request_id.encode())
+    if not 1 <= num_bytes <= _MAX_REQUEST_ID_BYTES:
+        raise InvalidRequestError(f"a request id of {num_bytes} bytes; it must have 1 to {_MAX_REQUEST_ID_BYTES}")
+
+
 def incarnation_from_pb(message: common_pb2.Incarnation) -> Incarnation:
     return Incarnation(message.name, message.start_id)
 
@@ -70,7 +81,7 @@ def epoch_to_pb(value: Epoch) -> common_pb2.Epoch:
 
 
 def sampling_from_pb(message: common_pb2.Sampling) -> Sampling:
-    """Return the values as they are; the router has validated them."""
+    """Return the values as they are; see `check_sampling`."""
     return Sampling(
         max_tokens=message.max_tokens,
         temperature=message.temperature,

@@ -12,6 +12,7 @@ from grpc import aio
 
 from kvrelay.core import otel, telemetry
 from kvrelay.core.address import advertised
+from kvrelay.core.health import ProgressWatch
 from kvrelay.core.lifecycle import StopSignals, announce_ready, die, end_process, new_incarnation, set_up_logging
 from kvrelay.core.settings import load
 from kvrelay.core.supervise import keep, watch_loop, watch_threads
@@ -74,6 +75,8 @@ class Router:
         self._leases = LeaseKeeper(
             self.id, lease_s=settings.lease_s, max_message_bytes=settings.max_message_bytes, tls=self._tls
         )
+        self._progress = ProgressWatch({"lease": self._leases.stuck_s}, limit_s=settings.stuck_after_s)
+        self._watch: asyncio.Task[None] | None = None
         self._placer = placer = IndexPlacer(
             self.fleet,
             self.index,
@@ -113,6 +116,7 @@ class Router:
         await self.index.start()
         await self.replicas.start()
         await self.fleet.start()
+        self._watch = keep(self._progress.run(self._on_progress_change), name="progress watch")
         return advertised(
             bound=self._server.endpoint, advertise=self._settings.advertise, index_url=self._settings.index_url
         )
@@ -136,6 +140,8 @@ class Router:
     async def release(self) -> None:
         """Let go of everything but the server."""
         await self._background.wait()
+        if self._watch is not None:
+            self._watch.cancel()
         await self.fleet.stop()
         await asyncio.to_thread(self._leases.stop)
         if self._metrics_endpoint is not None:
@@ -164,8 +170,12 @@ class Router:
         reply.active_requests = self.inference.num_active
         return reply
 
+    async def _on_progress_change(self) -> None:
+        self._report()
+
     def _report(self) -> None:
-        missing = missing_for_service(self.fleet.nodes())
+        stuck = "a thread of this router makes no progress" if self._progress.stuck else None
+        missing = stuck or missing_for_service(self.fleet.nodes())
         if missing == self._missing or self._leaving:
             return
         self._missing = missing

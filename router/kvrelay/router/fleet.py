@@ -13,7 +13,7 @@ from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.supervise import keep
 from kvrelay.core.types import Incarnation, Role
-from kvrelay.index.registry import NodeRegistry
+from kvrelay.index.registry import LEASE_S, NodeRegistry
 from kvrelay.proto import convert
 from kvrelay.proto.server import connect
 from kvrelay.proto.tls import Tls
@@ -108,6 +108,9 @@ class FleetView:
         self._retire_s = max_request_s
         self._retired: list[tuple[float, aio.Channel]] = []
         self._task: asyncio.Task[None] | None = None
+        self._life = b""  # of the registry's content; empty before there was any
+        self._lost: list[fleet_pb2.NodeRecord] = []  # nodes that the registry has lost and that may not be back yet
+        self._lost_until_s = 0.0
         self.registry_reachable = False
         self.usual_link_s = 0.0  # see `usual.usual_link_s`
 
@@ -170,7 +173,22 @@ class FleetView:
         if not self.registry_reachable:
             log.info("the registry answers: %d nodes", len(records))
         self.registry_reachable = True
-        self._take(records)
+        self._take(self._with_lost(records))
+
+    def _with_lost(self, records: list[fleet_pb2.NodeRecord]) -> list[fleet_pb2.NodeRecord]:
+        """Return the records, and when the registry's server has lost all it had, also those that are not back yet.
+
+        A node enters itself again with its next heartbeat; meanwhile it serves. One that ended just then fails calls,
+        and is put aside.
+        """
+        if self._life and self._life != self._registry.life:
+            log.warning("the registry has lost its %d nodes, keeping them until they are back", len(self._records))
+            self._lost, self._lost_until_s = list(self._records), self._clock() + LEASE_S
+        self._life = self._registry.life
+        if self._clock() >= self._lost_until_s:
+            self._lost = []
+        back = {record.node.name for record in records}
+        return [*records, *(record for record in self._lost if record.node.name not in back)]
 
     def _take(self, records: list[fleet_pb2.NodeRecord]) -> None:
         nodes = with_usual_costs([node for node in map(view_of, records) if node is not None])

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from kvrelay.core.health import Beats
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.proto import convert
 from kvrelay.proto.server import connect_blocking
@@ -55,6 +56,7 @@ class LeaseKeeper:
         self._lock = threading.Lock()
         self._grantors: dict[Peer, _Grantor] = {}
         self._stopping = threading.Event()
+        self._beats = Beats(period_s=2 * self._interval_s)  # a round waits, and then for nodes that do not answer
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 
     def start(self) -> None:
@@ -65,6 +67,10 @@ class LeaseKeeper:
         self._thread.join()
         for grantor in self._grantors.values():
             grantor.channel.close()
+
+    def stuck_s(self) -> float:
+        """Return for how long the thread is late. Any thread."""
+        return self._beats.stuck_s()
 
     def hold(self, peer: Peer, request_id: str, on_lost: OnLost) -> None:
         with self._lock:
@@ -87,6 +93,7 @@ class LeaseKeeper:
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_s):
+            self._beats.beat()
             self._renew_all()
 
     def _renew_all(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from dataclasses import dataclass, field
 from typing import Final
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.core.errors import InvalidRequestError, UnknownModelError
+from kvrelay.core.sampling_limits import MAX_STOP_TOKENS, check_sampling
 from kvrelay.core.types import Sampling
 from kvrelay.proto.convert import sampling_from_pb, sampling_to_pb
 from kvrelay.proto.v1 import common_pb2, inference_pb2
@@ -18,10 +18,6 @@ from kvrelay.router.admission import Slo
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
-MAX_STOP_TOKENS = 256
-MAX_LOGPROBS = 20
-MAX_TEMPERATURE = 100.0
-MAX_PENALTY = 100.0
 _SEED_BITS = 63
 _SERVICE_CLASSES: dict[int, Slo] = {
     inference_pb2.SERVICE_CLASS_UNSPECIFIED: Slo.STANDARD,
@@ -103,8 +99,8 @@ def validate(ids_T: npt.NDArray[np.uint32 | np.int32], sampling: common_pb2.Samp
         InvalidRequestError: names the value and the limit.
     """
     _check_prompt(ids_T, limits)
-    _check_numbers(sampling)
     _check_stops(sampling, limits)
+    _check_numbers(sampling)
     room = limits.max_model_len - len(ids_T)
     max_tokens = sampling.max_tokens or max(1, room)
     if max_tokens > room:
@@ -142,22 +138,7 @@ def _check_prompt(ids_T: npt.NDArray[np.uint32 | np.int32], limits: Limits) -> N
 
 
 def _check_numbers(sampling: common_pb2.Sampling) -> None:
-    _within("temperature", sampling.temperature, 0.0, MAX_TEMPERATURE)
-    _within("min_p", sampling.min_p, 0.0, 1.0)
-    _within("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _within("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-    if sampling.HasField("top_p"):
-        _within("top_p", sampling.top_p, 0.0, 1.0, open_below=True)
-    if sampling.HasField("repetition_penalty"):
-        _within("repetition_penalty", sampling.repetition_penalty, 0.0, MAX_PENALTY, open_below=True)
-    if sampling.HasField("logprobs") and sampling.logprobs > MAX_LOGPROBS:
-        raise InvalidRequestError(f"logprobs is {sampling.logprobs}; at most {MAX_LOGPROBS}")
-
-
-def _within(name: str, value: float, least: float, most: float, *, open_below: bool = False) -> None:
-    if not math.isfinite(value) or not least <= value <= most or (open_below and value == least):
-        bracket = "(" if open_below else "["
-        raise InvalidRequestError(f"{name} is {value}; it must be in {bracket}{least:g}, {most:g}]")
+    check_sampling(sampling_from_pb(sampling))
 
 
 def _check_stops(sampling: common_pb2.Sampling, limits: Limits) -> None:

@@ -34,7 +34,7 @@ TIMES = {
     **{f"KVRELAY_{role}_FENCE_TIMEOUT_S": str(FENCE_TIMEOUT_S) for role in ("PREFILL", "DECODE")},
     **{f"KVRELAY_{role}_HEARTBEAT_S": "0.5" for role in ("PREFILL", "DECODE")},
     "KVRELAY_PREFILL_GROUP_TIMEOUT_S": str(GROUP_TIMEOUT_S),
-    **{f"KVRELAY_{role}_STUCK_AFTER_S": str(STUCK_AFTER_S) for role in ("PREFILL", "DECODE")},
+    **{f"KVRELAY_{role}_STUCK_AFTER_S": str(STUCK_AFTER_S) for role in ("ROUTER", "PREFILL", "DECODE")},
 }
 
 

@@ -166,6 +166,10 @@ def _strictly_in_order(part_landed: Any) -> Any:
     return strict
 
 
+def _unbounded(_: Any) -> Any:
+    return lambda *, prompt_tokens, max_tokens, limits: 1
+
+
 def _no_actions(_: Any) -> Any:
     return lambda *args, **kwargs: []
 
@@ -262,6 +266,13 @@ SABOTAGES: dict[str, tuple[Change, ...]] = {
     "one_id_for_all": (Change("router.servicer", "secrets.token_hex", _always("0" * 16)),),
     "nothing_validated": tuple(
         Change("router.validation", check, _nothing) for check in ("_check_prompt", "_check_numbers", "_check_stops")
+    ),
+    "nodes_trust_their_callers": (
+        Change("decode_node.intake", "check_sampling", _nothing),
+        Change("decode_node.intake", "output_tokens", _unbounded),
+        Change("prefill_node.servicer", "check_sampling", _nothing),
+        Change("prefill_node.servicer", "check_request_id", _nothing),
+        Change("proto.convert", "check_request_id", _nothing),
     ),
     "settings_can_change": (Change("decode_node.settings", "DecodeSettings.__setattr__", _sets),),
     "times_do_not_add_up": (Change("router.timesplit", "RequestTimer.split", _no_time),),

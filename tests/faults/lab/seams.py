@@ -26,9 +26,10 @@ _REFUSALS: dict[str, type[ServeError]] = {
 
 def install(role: str, board: Switchboard) -> None:
     """Put the fault points of a role's process in; nothing strikes until a point is armed."""
+    _hang_leases(board)
     if role != "router":
         _wrap_transport(board)
-        _hang_threads(board)
+        _hang_transfer(board)
     if role == "decode":
         from kvrelay.decode_node.engine import DecodeEngine  # noqa: PLC0415 - only this role has it
         from kvrelay.decode_node.node import DecodeNode  # noqa: PLC0415
@@ -96,11 +97,15 @@ def _wrap_transport(board: Switchboard) -> None:
     setattr(TransferThread, "__init__", with_lab)  # noqa: B010
 
 
-def _hang_threads(board: Switchboard) -> None:
-    from kvrelay.core.health import Beats  # noqa: PLC0415
+def _hang_transfer(board: Switchboard) -> None:
     from kvrelay.kv_transfer.agent_thread import TransferThread  # noqa: PLC0415
 
     _before(TransferThread, "_step", lambda: board.linger("transfer"))
+
+
+def _hang_leases(board: Switchboard) -> None:
+    from kvrelay.core.health import Beats  # noqa: PLC0415
+
     _before(Beats, "beat", lambda: board.linger("lease"))
 
 
