@@ -6,11 +6,13 @@ import threading
 import time
 
 import numpy as np
+import pytest
 import torch
 
 from contract.prefill_requests import MODEL, a_ref, recorded
 from contract.ring_ranks import Case, RecordingWriter, a_control, a_pool
 from kvrelay.core.types import Counters, Sampling
+from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.checkpoint import load_model
 from kvrelay.prefill_node.chunk_plan import ChunkPlanner
 from kvrelay.prefill_node.jobs import Job
@@ -35,8 +37,10 @@ class StuckWriter(RecordingWriter):
         return not self.stuck
 
 
-def test_a_hand_off_that_is_stuck_does_not_keep_the_step_thread_busy() -> None:
+def test_a_hand_off_that_is_stuck_does_not_keep_the_step_thread_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded()
+    bound: list[str] = []
+    monkeypatch.setattr(LatentPool, "bind_thread", lambda _: bound.append(threading.current_thread().name))
     case = Case(FOLDER / MODEL, tuple(range(70)), chunk_tokens=128)
     model = load_model(case.folder, dtype="float32", device=torch.device("cpu"))
     pool = a_pool(model)
@@ -46,7 +50,7 @@ def test_a_hand_off_that_is_stuck_does_not_keep_the_step_thread_busy() -> None:
     planner = ChunkPlanner(rank=0, ring_size=1, align_tokens=1, ring_block_tokens=4096, device=pool.device)
     worker = RankWorker(model, pool, ring, open_writer=lambda _: writer, planner=planner, counters=counters)
     leader = Leader(control, worker, None, token_bytes=1, on_cache=lambda _: None, counters=counters)
-    thread = threading.Thread(target=leader.run, daemon=True)
+    thread = threading.Thread(target=leader.run, name="step", daemon=True)
     thread.start()
 
     def sink(event: JobEvent) -> None:
@@ -73,3 +77,4 @@ def test_a_hand_off_that_is_stuck_does_not_keep_the_step_thread_busy() -> None:
     leader.shut_down()
     thread.join(5)
     assert (leader.load.closing_jobs, leader.load.free_pages) == (0, 64)
+    assert bound == ["step"]  # it took its device before anything else

@@ -119,3 +119,15 @@ def test_a_checksum_does_not_hold_the_interpreter_lock() -> None:
     watcher.join()
 
     assert latest_gap_s < took_s / 2
+
+
+def test_a_thread_takes_the_device_of_the_pool_it_computes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    pool = a_pool()
+
+    pool.bind_thread()
+    pool.device = torch.device("cuda", 1)
+    pool.bind_thread()
+
+    assert taken == [torch.device("cuda", 1)]

@@ -52,6 +52,10 @@ class DecodeEngine:
             max_tokens = model.config.max_model_len
             self._graphs = DecodeGraphs(model, pool, max_batch=max_batch, max_tokens=max_tokens)
 
+    def bind_thread(self) -> None:
+        """Let the calling thread compute; once, before its first step."""
+        self._pool.bind_thread()
+
     def warm_up(self) -> None:
         """Record all steps and run one on page 0, so that no request pays for a first use.
 

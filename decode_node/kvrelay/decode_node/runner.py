@@ -135,6 +135,7 @@ class StepThread:
 
     def _run(self) -> None:
         try:
+            self._engine.bind_thread()
             while self._obey_commands():
                 if batch := self._scheduler.plan():
                     self._report(self._step(batch))

@@ -22,7 +22,7 @@ def local_pool(pool: LatentPool) -> LocalPool:
     """Return a pool as endpoints know it."""
     sums = None
     if pool.device.type == "cuda":
-        waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums")
+        waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums", initializer=pool.bind_thread)
         sums = DeviceSums(start_pool_checksum(pool), waiter)
     return LocalPool(pool.layout, pool.num_pages, pool_checksum(pool), sums)
 
@@ -50,6 +50,7 @@ def start_agent(
     region = Region(pool.address, pool.num_bytes, device_id)
 
     def make(counters: Counters) -> Transport:
+        pool.bind_thread()  # this is the transfer thread: it sums and writes what lies on that device
         from kvrelay.kv_transfer.nixl import NixlTransport  # noqa: PLC0415 - UCX starts threads when it is loaded
 
         transport = NixlTransport(

@@ -50,6 +50,14 @@ class LatentPool:
             ) from err
         self._rows = self._pages.view(layout.num_layers, num_pages * layout.page_tokens, layout.row_width)
 
+    def bind_thread(self) -> None:
+        """Make the pool's device the one of the calling thread; every thread that computes does so first.
+
+        To CUDA the current device belongs to the thread, and a new thread begins at number 0.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     @property
     def address(self) -> int:
         """Address of byte 0; offsets of `PageLayout.offset_bytes` count from here."""

@@ -145,6 +145,7 @@ class Leader:
         Raises:
             RingError, RuntimeError: a rank is lost; this process must exit.
         """
+        self._worker.bind_thread()
         self._note_load()
         while True:
             self._take_commands(self._wait_s())
@@ -305,6 +306,7 @@ def follow(worker: RankWorker, group: RingGroup) -> None:
     Raises:
         RingError, RuntimeError: rank 0 or a neighbour is lost; this process must exit.
     """
+    worker.bind_thread()
     while True:
         step = ring_pb2.RingStep.FromString(group.receive())
         result = worker.run(step, lambda: False)

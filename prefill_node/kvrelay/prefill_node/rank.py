@@ -114,6 +114,10 @@ class RankWorker:
         self._requests: dict[str, _Request] = {}
         self._relay_stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
+    def bind_thread(self) -> None:
+        """Let the calling thread compute; once, before its first step."""
+        self._pool.bind_thread()
+
     @torch.inference_mode()
     def run(self, step: ring_pb2.RingStep, should_stop: Callable[[], bool]) -> StepResult:
         """Do one step. `should_stop` is asked once per layer, and heeded on rank 0 only."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -173,3 +174,17 @@ async def test_a_step_of_eight_takes_at_most_three_times_a_step_of_one(steps: St
     alone_s = await fastest_half_s(1, 0)
     together_s = await fastest_half_s(8, 10)
     assert together_s <= 3 * alone_s, f"{together_s * 1000:.1f} ms against {alone_s * 1000:.1f} ms"
+
+
+async def test_the_step_thread_takes_its_device_before_anything_else(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[str] = []
+    monkeypatch.setattr(LatentPool, "bind_thread", lambda _: bound.append(threading.current_thread().name))
+    engine = DecodeEngine(model, LatentPool(model.layout(block_tokens=64), 4, torch.device("cpu")), max_batch=1)
+    thread = StepThread(engine, max_batch=1, loop=asyncio.get_running_loop(), on_report=lambda _: None)
+
+    thread.start()
+    thread.stop()
+
+    assert bound == ["step"]
