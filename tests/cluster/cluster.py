@@ -53,12 +53,13 @@ class Spec:
     chunk_tokens: int | None = None
     max_model_len: int = 2048
     pool_pages: int = 256
+    dtype: str = "float32"
     environ: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def options(self) -> list[str]:
         found = ["--model", str(self.model), "--ring-size", self.ring_size, "--decode", str(self.decode)]
-        found += ["--max-model-len", str(self.max_model_len), "--dtype", "float32"]
+        found += ["--max-model-len", str(self.max_model_len), "--dtype", self.dtype]
         found += ["--prefill", str(self.prefill)] if self.prefill else []
         return found + (["--chunk-tokens", str(self.chunk_tokens)] if self.chunk_tokens else [])
 

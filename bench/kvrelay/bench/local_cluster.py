@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 
-from kvrelay.core.clock import Deadline
 from kvrelay.core.errors import UnavailableError
 
 READY_TIMEOUT_S = 120.0
@@ -41,12 +40,17 @@ class LocalCluster:
 
 @contextmanager
 def running(
-    options: Sequence[str], *, environ: Mapping[str, str] | None = None, show: bool = False
+    options: Sequence[str],
+    *,
+    environ: Mapping[str, str] | None = None,
+    show: bool = False,
+    ready_timeout_s: float = READY_TIMEOUT_S,
 ) -> Iterator[LocalCluster]:
     """Run `kvrelay up` with these options on a free port.
 
     Args:
         environ: variables on top of this process's own.
+        ready_timeout_s: within which it must be ready.
         show: let `up` speak on our stderr; `said` is then empty.
 
     Raises:
@@ -56,7 +60,7 @@ def running(
         log = Path(folder) / "up.log"
         process = start([*options, "--listen", "127.0.0.1:0"], log=log, environ=environ, show=show)
         try:
-            yield LocalCluster(_endpoint(process, log), process, log)
+            yield LocalCluster(_endpoint(process, log, ready_timeout_s), process, log)
         finally:
             stop(process)
 
@@ -84,10 +88,9 @@ def stop(process: subprocess.Popen[str]) -> int:
         return process.wait()
 
 
-def _endpoint(process: subprocess.Popen[str], log: Path) -> str:
+def _endpoint(process: subprocess.Popen[str], log: Path, timeout_s: float = READY_TIMEOUT_S) -> str:
     assert process.stdout is not None
-    until = Deadline.after(READY_TIMEOUT_S)
-    timer = threading.Timer(until.remaining_s(), process.kill)
+    timer = threading.Timer(timeout_s, process.kill)
     timer.start()
     try:
         line = process.stdout.readline()  # ends at the latest when the timer has killed the process

@@ -76,7 +76,7 @@ SHAPES = {"v2-lite": V2_LITE, "tiny": TINY}
 
 
 @dataclass(frozen=True, slots=True)
-class _RandomTensors:
+class RandomTensors:
     """Weights whose products keep the size of their input; norms are 1."""
 
     shapes: dict[str, tuple[int, ...]]
@@ -103,5 +103,5 @@ def random_model(
         same_experts: routers of zeros send every token to the same experts; else tokens spread over all of them.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    tensors = _RandomTensors(expected_tensors(config), device, generator, same_experts)
+    tensors = RandomTensors(expected_tensors(config), device, generator, same_experts)
     return build_model(tensors, config, dtype=dtype, device=device, model_id=f"random-{seed}")

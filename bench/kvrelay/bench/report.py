@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import statistics
+import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -59,7 +61,17 @@ def machine() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-    }
+    } | ({"gpus": gpus} if (gpus := _gpus()) else {})
+
+
+def _gpus() -> list[str]:
+    """Return name, memory and driver of each GPU, as nvidia-smi says them; nothing where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    asked = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=30)  # noqa: S603
+    return said.stdout.splitlines() if said.returncode == 0 else []
 
 
 def _cpu_model() -> str:

@@ -2,9 +2,8 @@
 
 Efficiency is T1 / (R x TR). Three ways share the same kernels: the ring of latents that serves, a ring that rotates
 expanded keys and values, and heads split over the ranks behind an all-gather of latents. Both sides are cut into the
-same blocks, because a very long call of an attention kernel is slower than several shorter ones.
-
-Shapes in this file: T own tokens, S all tokens, N heads, K key width, V value width, W latent row, R ranks.
+same blocks, because a very long call of an attention kernel is slower than several shorter ones. Beside it stands what
+of a ring's communication does not hide behind attention (ring_exchange.py).
 """
 
 from __future__ import annotations
@@ -23,21 +22,20 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch lists it nowhere
 
-from kvrelay.bench import report, ring_rivals
-from kvrelay.bench.device_rates import short_name, synchronize, timed_s
+from kvrelay.bench import report, ring_exchange, ring_picture
+from kvrelay.bench.device_rates import short_name, timed_s
 from kvrelay.bench.random_model import SHAPES, random_model
+from kvrelay.bench.ring_layer import RingLayer
 from kvrelay.core.errors import RingError, SettingsError
-from kvrelay.core.shard import Span
-from kvrelay.core.types import Counters
-from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.transformer import Model
-from kvrelay.prefill_node import ring_plan
-from kvrelay.prefill_node.group import Header, RingGroup, form, serve_store
-from kvrelay.prefill_node.ring import Lap, Ring
+from kvrelay.prefill_node.group import RingGroup, form, serve_store
 from kvrelay.prefill_node.settings import RankPlace
 
 _TIMEOUT_S = 120.0
 LAYERS = 8  # in a row per measurement, as in a model: ranks meet once behind them all
+_LONG_PAIRS = 2.3e12  # heads times tokens squared of one measurement: fewer layers in a row, and rounds, when longer
+_LONG_ROUNDS = 2
+PROFILED_LAYERS = 2
 _TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}  # of one way's result against another's, in its dtype
 
 
@@ -51,6 +49,12 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         name = short_name(torch.device(options.device))
         print(report.write(Path(options.out), device=name, bench="ring", result=result))
+    if options.png:
+        found = result["lengths"][-1]
+        title = (
+            f"{PROFILED_LAYERS} layers, {found['tokens']:,} tokens, {found['heads']} heads, rank 0 of {options.ranks}"
+        )
+        ring_picture.draw(found["timeline"], Path(options.png), title=title)
     return 0
 
 
@@ -83,80 +87,64 @@ def _rank(rank: int, options: argparse.Namespace, port: int, results: SimpleQueu
     place = RankPlace(rank, options.ranks, spawns=False, local_rank=rank)
     group = form(place, device, store=store, group_timeout_s=_TIMEOUT_S, start_timeout_s=_TIMEOUT_S)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = replace(SHAPES[options.shape], num_layers=1)
-    model = random_model(config, device, dtype)
-    figures = [_one_length(model, group, tokens, options.rounds) for tokens in options.tokens]
+    figures = []
+    for heads in options.heads or [SHAPES[options.shape].num_heads]:
+        model = random_model(replace(SHAPES[options.shape], num_layers=1, num_heads=heads), device, dtype)
+        figures += [_one_length(model, group, tokens, options) for tokens in options.tokens]
+        del model
     if rank == 0:
         results.put(figures)
 
 
-def _one_length(model: Model, group: RingGroup, tokens: int, rounds: int) -> dict[str, Any]:
-    layer, config, device = model.layers[0], model.config, model.device
-    pool = LatentPool(model.layout(block_tokens=64), 1, device)
-    generator = torch.Generator(device).manual_seed(7)  # equal on all ranks
+def _one_length(model: Model, group: RingGroup, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
+    device, heads = model.device, model.config.num_heads
+    inputs = RingLayer(model, group, tokens)
+    layers, rounds = _repetitions(heads, tokens, options.rounds)
+    figures: dict[str, Any] = {"tokens": tokens, "heads": heads, "layers_in_a_row": layers, "rounds": rounds}
 
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=model.dtype, device=device, generator=generator)
+    def in_turns_s(*ways: Callable[[], object]) -> list[list[float]]:
+        return ring_exchange.in_turns_s(ways, group, device, layers=layers, rounds=rounds)
 
-    all_rows_SW = randn(tokens, config.kv_lora_rank + config.rope_width)
-    spans = ring_plan.rank_spans(Span(0, tokens), ring_size=group.size, align_tokens=64)
-    queries_SNK = randn(tokens, config.num_heads, config.key_width)
-    own = torch.from_numpy(ring_plan.positions_of(spans[group.rank])).to(device)
-    q_TNK, own_TW = queries_SNK[own], all_rows_SW[own]
-    scale = model.softmax_scale
-    if group.rank:
-        del queries_SNK, all_rows_SW
-
-    lap = Lap(
-        [sum(span.num_tokens for span in one) for one in spans],
-        [ring_plan.visible_pairs(spans[group.rank], one) for one in spans],
-        [None] * group.size,
-    )
-    ring = Ring(group, pool, Counters())
-    header = Header(0, 0, stop=False)
-    ways: dict[str, Callable[[], Tensor]] = {
-        "latent": lambda: ring.attend(layer, q_TNK, own_TW, [lap], header=header, scale=scale)[0].out_TNV,
-        "expanded": lambda: ring_rivals.expanded_ring(layer, group, q_TNK, own_TW, lap, scale=scale),
-        "heads": lambda: ring_rivals.split_heads(layer, group, q_TNK, own_TW, spans, scale=scale),
-    }
-    taken_s = {name: _slowest_s(way, group, device, rounds) for name, way in ways.items()}
-    _compare({name: way() for name, way in ways.items()}, device)
-    figures: dict[str, Any] = {"tokens": tokens}
+    ways = {name: inputs.way(name) for name in options.ways}
+    times_s = dict(zip(ways, in_turns_s(*ways.values()), strict=True))
+    if len(ways) > 1:
+        _compare({name: way() for name, way in ways.items()}, device)
+    if options.exchange:
+        unconnected = ring_exchange.Unconnected(group)
+        figures["exchange"] = {
+            name: ring_exchange.exposure(
+                *in_turns_s(inputs.way(name), inputs.way(name, unconnected), inputs.exchange_only(name))
+            )
+            for name in options.ways
+            if name != "heads"
+        }
+        figures["timeline"] = ring_exchange.timeline(inputs.way("latent"), group, device, layers=PROFILED_LAYERS)
     if group.rank == 0:
-        alone = Ring(None, pool, Counters())
-        one = Span(0, tokens)
-        whole = Lap([tokens], [ring_plan.visible_pairs([one], [one])], [None])
-
-        def attend_alone() -> None:
-            for _ in range(LAYERS):
-                alone.attend(layer, queries_SNK, all_rows_SW, [whole], header=header, scale=scale)
-
-        attend_alone()
-        alone_s = statistics.median(timed_s(attend_alone, device) for _ in range(rounds)) / LAYERS
-        figures["alone_ms"] = round(alone_s * 1e3, 3)
-        for name, seconds in taken_s.items():
-            figures[f"{name}_ms"] = round(seconds * 1e3, 3)
-            figures[f"{name}_efficiency"] = round(alone_s / (group.size * seconds), 4)
-        figures |= _bytes_sent(model, tokens, group.size)
+        alone = inputs.alone()
+        alone()
+        times_s["alone"] = [
+            timed_s(lambda: [alone() for _ in range(layers)], device) / layers for _ in range(rounds)
+        ]  # fmt: skip
+        figures |= _judged(times_s, group.size) | _bytes_sent(model, tokens, group.size)
+        print({name: value for name, value in figures.items() if name != "timeline"}, flush=True)
     group.barrier()
     return figures
 
 
-def _slowest_s(way: Callable[[], Tensor], group: RingGroup, device: torch.device, rounds: int) -> float:
-    """Return the median over rounds of the time until the last rank is through."""
+def _repetitions(heads: int, tokens: int, rounds: int) -> tuple[int, int]:
+    """Return layers in a row per measurement, and measurements, so that long prompts do not take minutes."""
+    pairs = float(heads * tokens**2)
+    return max(1, min(LAYERS, int(_LONG_PAIRS / pairs))), rounds if pairs <= _LONG_PAIRS else min(rounds, _LONG_ROUNDS)
 
-    def _until_all() -> None:
-        for _ in range(LAYERS):
-            way()
-        synchronize(device)
-        group.barrier()
 
-    way()
-    taken_s = []
-    for _ in range(rounds):
-        group.barrier()
-        taken_s.append(timed_s(_until_all, device))
-    return statistics.median(taken_s) / LAYERS
+def _judged(times_s: dict[str, list[float]], size: int) -> dict[str, Any]:
+    medians_s = {name: statistics.median(one) for name, one in times_s.items()}
+    figures: dict[str, Any] = {"rounds_ms": {name: [round(a * 1e3, 4) for a in one] for name, one in times_s.items()}}
+    for name, taken_s in medians_s.items():
+        figures[f"{name}_ms"] = round(taken_s * 1e3, 3)
+        if name != "alone":
+            figures[f"{name}_efficiency"] = round(medians_s["alone"] / (size * taken_s), 4)
+    return figures
 
 
 def _compare(results: dict[str, Tensor], device: torch.device) -> None:
@@ -168,13 +156,14 @@ def _compare(results: dict[str, Tensor], device: torch.device) -> None:
             raise RingError(f"{name} differs from the ring of latents by {error}")
 
 
-def _bytes_sent(model: Model, tokens: int, size: int) -> dict[str, int]:
+def _bytes_sent(model: Model, tokens: int, size: int) -> dict[str, float]:
     """Return what one rank sends in a layer, by way."""
     config, number_bytes = model.config, model.dtype.itemsize
     own, latent = tokens // size, config.kv_lora_rank + config.rope_width
     expanded = config.num_heads * (config.key_width + config.value_width)
     moved = own * expanded * (size - 1) // size  # queries leave, results come back
     return {
+        "expanded_over_latent_bytes": round(expanded / latent, 3),
         "latent_bytes": own * (size - 1) * latent * number_bytes,
         "expanded_bytes": own * (size - 1) * expanded * number_bytes,
         "heads_bytes": (own * (size - 1) * latent + moved) * number_bytes,

@@ -36,13 +36,45 @@ def add_device_benches(kinds: Any) -> None:
     relay.add_argument("--reader", default="cuda:0", metavar="D", help="device of the process that is written to")
     relay.add_argument("--megabytes", type=positive, default=512, metavar="N", help="size of each write")
     _add_out(relay, "relay")
+    _add_split(kinds.add_parser("split", help="one prefill and one decode node against two that do both"))
     ring = kinds.add_parser("ring", help="one layer's attention over a ring of devices, over what one device takes")
     ring.add_argument("--ranks", type=positive, default=2, metavar="R", help="processes, one device each")
     ring.add_argument("--tokens", type=positive, nargs="+", default=[32_768, 131_072, 524_288], metavar="N",
                       help="lengths of the prompt")  # fmt: skip
+    ring.add_argument("--heads", type=positive, nargs="+", metavar="N", help="attention heads; default: the shape's")
+    ring.add_argument("--ways", nargs="+", choices=("latent", "expanded", "heads"),
+                      default=["latent", "expanded", "heads"], help="what travels")  # fmt: skip
+    ring.add_argument("--exchange", action="store_true", help="also what of the communication does not hide")
+    ring.add_argument("--png", metavar="FILE", help="with --exchange: a picture of the last length's layers in time")
     ring.add_argument("--rounds", type=positive, default=5, metavar="N", help="measurements per figure")
     ring.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="kind of the devices")
     _add_common(ring, "ring")
+
+
+def _add_split(split: argparse.ArgumentParser) -> None:
+    split.add_argument("--prompt", type=positive, nargs="*", default=[8192, 32_768, 131_072], metavar="N",
+                       help="lengths at which the hand-off is measured")  # fmt: skip
+    split.add_argument("--pairs", type=positive, nargs="*", default=[15, 8, 4], metavar="N",
+                       help="pairs of requests for each length")  # fmt: skip
+    split.add_argument("--batch", type=positive, nargs="*", default=[8, 1], metavar="N",
+                       help="requests that run while long prompts are computed")  # fmt: skip
+    split.add_argument("--context", type=positive, default=8192, metavar="N", help="prompt tokens of each of these")
+    split.add_argument("--running-tokens", type=positive, default=6144, metavar="N", help="most tokens of each answer")
+    split.add_argument("--long-prompt", type=positive, default=131_072, metavar="N", help="tokens of a long prompt")
+    split.add_argument("--prompts", type=positive, default=2, metavar="N", help="long prompts of a round")
+    split.add_argument("--alone-s", type=float, default=2.0, metavar="S", help="time of a round before they come")
+    split.add_argument("--rounds", type=positive, default=2, metavar="N", help="rounds per figure")
+    split.add_argument("--ways", nargs="+", choices=("split", "chunked", "unchunked"),
+                       default=["split", "chunked", "unchunked"], help="who is measured")  # fmt: skip
+    split.add_argument("--chunk-tokens", type=positive, default=32_768, metavar="N", help="tokens per prefill step")
+    split.add_argument("--mixed-chunk-tokens", type=positive, default=2048, metavar="N",
+                       help="prompt tokens between two decode steps of a chunked mixed node")  # fmt: skip
+    split.add_argument("--pool-mib", type=positive, default=16_384, metavar="N", help="pool of each process")
+    split.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="kind of the devices")
+    split.add_argument(
+        "--folder", metavar="DIR", help="where the random checkpoint is, or is to be; default: temporary"
+    )
+    _add_common(split, "split")
 
 
 def _add_common(kind: argparse.ArgumentParser, name: str) -> None:

@@ -70,7 +70,7 @@ class SingleEngine:
             logits fp32, [prompt tokens, vocabulary] or [1, vocabulary]: row p predicts token p + 1.
         """
         logits: list[Tensor] = []
-        for hidden_TD in self._chunks(session, ids, chunk_tokens):
+        for hidden_TD in self.chunks(session, ids, chunk_tokens):
             if all_logits:
                 logits.append(self._model.logits(hidden_TD))
         return torch.cat(logits) if all_logits else self._model.logits(hidden_TD[-1:])
@@ -85,7 +85,7 @@ class SingleEngine:
         session = self.open(len(ids))
         try:
             found, start = [], 0
-            for hidden_TD in self._chunks(session, ids, chunk_tokens):
+            for hidden_TD in self.chunks(session, ids, chunk_tokens):
                 followed = next_ids_T[start : start + len(hidden_TD)]  # one less in the last chunk
                 found.append(self._model.logprobs(hidden_TD[: len(followed)], followed))
                 start += len(hidden_TD)
@@ -93,7 +93,7 @@ class SingleEngine:
         finally:
             self.close(session)
 
-    def _chunks(self, session: Session, ids: Ids, chunk_tokens: int | None) -> Iterator[Tensor]:
+    def chunks(self, session: Session, ids: Ids, chunk_tokens: int | None) -> Iterator[Tensor]:
         """Compute a prompt into an empty sequence; yield the last layer's output of each chunk."""
         self._check(ids)
         assert session.num_tokens == 0, "a prompt goes into an empty sequence"

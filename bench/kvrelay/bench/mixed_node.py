@@ -1,0 +1,209 @@
+"""A node that prefills and decodes on one device: what a split cluster is measured against.
+
+It is made of the same parts as nodes are, loader, prefill step, pool and recorded decode steps, in one process and with
+nothing in front of it. A prompt is computed between two decode steps, whole or in chunks; while a piece is in work the
+running requests wait.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from kvrelay.bench.gaps import Beside
+from kvrelay.bench.pairs import Timed
+from kvrelay.core.errors import ServeError, UnavailableError
+from kvrelay.core.types import SampledToken, Sampling
+from kvrelay.decode_node.engine import DecodeEngine, SequenceState
+from kvrelay.decode_node.scheduler import Sequence as Running
+from kvrelay.decode_node.settings import DecodeSettings
+from kvrelay.model.loaded import Loaded
+from kvrelay.model.sampler import SamplerState, sample
+from kvrelay.model.single import Session, SingleEngine
+
+Ids = npt.NDArray[np.int64]
+_STOP_S = 30.0
+_WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request, with nothing beside it."""
+
+    prompt: Ids
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Requests that run, and prompts that come while they do."""
+
+    contexts: Sequence[Ids]  # prompts of the running requests
+    running_tokens: int  # room for what each of them generates
+    prompts: Sequence[Ids]  # computed one after the other
+    chunk_tokens: int | None  # of a prompt between two decode steps; None: all of it
+    alone_s: float  # with the running requests only, before the first prompt
+
+
+@dataclass(slots=True)
+class _Request:
+    session: Session
+    row: Running
+    state: SequenceState
+
+
+class MixedNode:
+    """Model, pool and both engines. One thread."""
+
+    def __init__(self, settings: DecodeSettings, *, block_tokens: int) -> None:
+        """
+        Args:
+            block_tokens: of a prompt that is computed at once: as long as a prefill node's chunks.
+        """
+        loaded = Loaded.load(settings)
+        self._model, self._block_tokens = loaded.model, block_tokens
+        self._single = SingleEngine(loaded.model, loaded.pool)
+        self._decode = DecodeEngine(loaded.model, loaded.pool, max_batch=settings.max_batch)
+        self._decode.warm_up()
+
+    def answer(self, order: Answer) -> Timed:
+        """Return when each token was there."""
+        began_s = time.perf_counter()
+        request = self._open(order.prompt, order.num_tokens)
+        self._prefill(request, order.prompt)
+        ids, at_s = [request.row.last_token], [time.perf_counter() - began_s]
+        while len(ids) < order.num_tokens:
+            at_s.append(self._step([request]) - began_s)
+            ids.append(request.row.last_token)
+        self._single.close(request.session)
+        return Timed(tuple(ids), tuple(at_s))
+
+    def mix(self, order: Mix) -> Beside:
+        """Return the time between the tokens of the running requests, alone and while prompts are computed.
+
+        A prompt's own second token is computed with theirs, as in a cluster whose client asks for two.
+        """
+        running = [self._open(prompt, order.running_tokens) for prompt in order.contexts]
+        for request, prompt in zip(running, order.contexts, strict=True):
+            self._prefill(request, prompt)
+        for _ in range(_WARM_UP_STEPS):
+            began_s = self._step(running)
+        alone_s = [began_s]
+        while alone_s[-1] < began_s + order.alone_s:
+            alone_s.append(self._step(running))
+        beside_s, first_tokens_s = [alone_s[-1]], []
+        for prompt in order.prompts:
+            request = self._open(prompt, 2)
+            if order.chunk_tokens is None:
+                self._prefill(request, prompt)
+            else:
+                for piece_TD in self._single.chunks(request.session, prompt, order.chunk_tokens):
+                    hidden_TD = piece_TD
+                    beside_s.append(self._step(running))
+                self._take_first_token(request, hidden_TD)
+            first_tokens_s.append(time.perf_counter() - alone_s[-1])
+            beside_s.append(self._step([*running, request]))
+            self._single.close(request.session)
+        for request in running:
+            self._single.close(request.session)
+        return Beside([alone_s] * len(running), [beside_s] * len(running), first_tokens_s)
+
+    def _open(self, prompt: Ids, num_tokens: int) -> _Request:
+        session = self._single.open(len(prompt) + num_tokens)
+        state = SequenceState(session.pages, SamplerState(Sampling(max_tokens=num_tokens), prompt.astype(np.int32)))
+        return _Request(session, Running(id(session), len(prompt), 0, num_tokens, frozenset()), state)
+
+    def _prefill(self, request: _Request, prompt: Ids) -> None:
+        """Compute a prompt and choose its first token."""
+        self._take_first_token(request, [*self._single.chunks(request.session, prompt, self._block_tokens)][-1])
+
+    def _take_first_token(self, request: _Request, hidden_TD: Tensor) -> None:
+        logits_1V = self._model.logits(hidden_TD[-1:])
+        (token,) = sample(logits_1V, [request.state.sampler], [request.row.position])
+        request.row.last_token = _id_of(token)
+
+    def _step(self, requests: Sequence[_Request]) -> float:
+        """Give each request its next token; return when it was there."""
+        tokens = self._decode.step([one.row for one in requests], [one.state for one in requests])
+        now_s = time.perf_counter()
+        for request, token in zip(requests, tokens, strict=True):
+            request.row.position += 1
+            request.row.last_token = _id_of(token)
+        return now_s
+
+
+def _id_of(token: SampledToken | ServeError) -> int:
+    if isinstance(token, ServeError):
+        raise token
+    return token.token_id
+
+
+class Remote:
+    """A mixed node in a process of its own."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def answer(self, order: Answer) -> Timed:
+        self._connection.send(order)
+        found: Timed = self.receive()
+        return found
+
+    def start_mix(self, order: Mix) -> None:
+        """Begin; `receive` waits for what comes of it."""
+        self._connection.send(order)
+
+    def receive(self) -> Any:
+        """Return the result of the oldest order.
+
+        Raises:
+            UnavailableError: the process has ended.
+        """
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise UnavailableError("a mixed node has ended; its last words are above") from None
+
+
+@contextmanager
+def started(all_settings: Sequence[DecodeSettings], *, block_tokens: int) -> Iterator[list[Remote]]:
+    """Start one process per settings at once; `receive` of each gives True when it is ready."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in all_settings]
+    processes = [
+        context.Process(target=_serve, args=(theirs, settings, block_tokens), daemon=True)
+        for (_, theirs), settings in zip(pipes, all_settings, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    for _, theirs in pipes:
+        theirs.close()  # so that a process that dies ends our wait
+    try:
+        yield [Remote(ours) for ours, _ in pipes]
+    finally:
+        for ours, _ in pipes:
+            ours.close()
+        for process in processes:
+            process.join(_STOP_S)
+            process.kill()
+
+
+def _serve(orders: Connection, settings: DecodeSettings, block_tokens: int) -> None:
+    """The process: obey until nobody asks any more."""
+    node = MixedNode(settings, block_tokens=block_tokens)
+    orders.send(True)
+    while True:
+        try:
+            order = orders.recv()
+        except EOFError:
+            return
+        orders.send(node.answer(order) if isinstance(order, Answer) else node.mix(order))

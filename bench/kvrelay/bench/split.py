@@ -1,0 +1,181 @@
+"""`kvrelay bench split`: one prefill and one decode node against two nodes that do both, on two devices.
+
+Two questions. What does the hand-off add until the second token (TT2), over the time to the first on one node (TTFT)?
+And how even do answers stream while long prompts are computed? The cluster is `kvrelay up`, seen by its client, router
+and network included; a mixed node (mixed_node.py) is one process with nothing in front of it. Weights are random, in
+the shape of a known model, written to a folder once and loaded by every process as any checkpoint is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvrelay.bench import gaps, local_cluster, mixed_node, random_checkpoint, report, split_client
+from kvrelay.bench.device_rates import short_name
+from kvrelay.bench.pairs import Split
+from kvrelay.bench.random_model import SHAPES
+from kvrelay.core.errors import SettingsError
+from kvrelay.core.settings import load
+from kvrelay.decode_node.settings import DecodeSettings
+
+WARM_UP_PAIRS = 2
+READY_TIMEOUT_S = 300.0
+MESSAGE_BYTES = 64 << 20
+Ids = npt.NDArray[np.int64]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print the figures and, when asked to, write the result file after each part."""
+    on_gpus = options.device == "cuda"
+    if on_gpus and torch.cuda.device_count() < 2:
+        raise SettingsError(f"two GPUs are wanted, {torch.cuda.device_count()} are here")
+    name = short_name(torch.device(options.device))
+    result: dict[str, Any] = {
+        "shape": options.shape, "device": options.device, "prefill_chunk_tokens": options.chunk_tokens,
+        "mixed_chunk_tokens": options.mixed_chunk_tokens,
+    }  # fmt: skip
+
+    def keep(new: dict[str, Any]) -> None:
+        print(json.dumps(new), flush=True)
+        if options.out:
+            report.write(Path(options.out), device=name, bench="split", result=result)
+
+    with ExitStack() as stack:
+        folder = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrelay-split-")))
+        began_s = time.perf_counter()
+        if not (folder / "config.json").exists():
+            random_checkpoint.write(folder, SHAPES[options.shape], device=torch.device(options.device))
+            if on_gpus:
+                torch.cuda.empty_cache()
+        written_s = time.perf_counter()
+        bench = stack.enter_context(Bench.started(options, folder))
+        result["start_s"] = {"checkpoint": round(written_s - began_s, 1),
+                             "processes": round(time.perf_counter() - written_s, 1)}  # fmt: skip
+        result["handoff"] = []
+        for tokens, pairs in zip(options.prompt, options.pairs, strict=True):
+            result["handoff"].append(bench.hand_off(tokens, pairs))
+            keep(result["handoff"][-1])
+        result["between_tokens"] = []
+        for batch in options.batch:
+            rounds: list[dict[str, Any]] = []
+            part: dict[str, Any] = {"batch": batch, "context": options.context, "rounds": rounds}
+            result["between_tokens"].append(part)
+            for number, way in product(range(options.rounds), options.ways):
+                rounds.append({"way": way, **bench.between(way, batch, number)})
+                part["medians"] = _by_way(rounds)
+                keep(rounds[-1])
+    return 0
+
+
+def _by_way(rounds: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    ways = dict.fromkeys(one["way"] for one in rounds)
+    return {way: gaps.medians([one for one in rounds if one["way"] == way]) for way in ways}
+
+
+class Bench:
+    """A split cluster on both devices and a mixed node on each; who does not work waits without computing."""
+
+    def __init__(self, options: argparse.Namespace, endpoint: str, mixed: list[mixed_node.Remote]) -> None:
+        self._options, self._endpoint, self._mixed = options, endpoint, mixed
+        self._vocab_size = SHAPES[options.shape].vocab_size
+
+    @classmethod
+    @contextmanager
+    def started(cls, options: argparse.Namespace, folder: Path) -> Iterator[Bench]:
+        """Start everything at once and return when all of it is ready."""
+        devices = ["cuda:0", "cuda:1"] if options.device == "cuda" else ["cpu", "cpu"]
+        max_batch = max(options.batch) + 1
+        common = ["--model", str(folder), "--pool-mib", str(options.pool_mib), "--max-batch", str(max_batch)]
+        settings = [
+            load(DecodeSettings, [*common, "--device", one, "--threads", "1"], prog="kvrelay bench split")
+            for one in devices
+        ]
+        environ = {
+            "KVRELAY_PREFILL_DEVICE": devices[0],
+            "KVRELAY_DECODE_DEVICE": devices[1],
+            "KVRELAY_PREFILL_POOL_MIB": str(options.pool_mib),
+            "KVRELAY_DECODE_POOL_MIB": str(options.pool_mib),
+            "KVRELAY_DECODE_MAX_BATCH": str(max_batch),
+        }
+        up = ["--model", str(folder), "--ring-size", "1", "--decode", "1", "--chunk-tokens", str(options.chunk_tokens)]
+        with (
+            mixed_node.started(settings, block_tokens=options.chunk_tokens) as mixed,
+            local_cluster.running(up, environ=environ, ready_timeout_s=READY_TIMEOUT_S) as cluster,
+        ):
+            for one in mixed:
+                one.receive()
+            yield cls(options, cluster.endpoint, mixed)
+
+    def hand_off(self, tokens: int, pairs: int) -> dict[str, Any]:
+        """Return, per pair, the first and second token of the cluster and of one mixed node; they take turns."""
+        measured = []
+        grpc_options = [("grpc.max_send_message_length", MESSAGE_BYTES)]
+        with grpc.insecure_channel(self._endpoint, options=grpc_options) as channel:
+            split = Split(channel)
+            for number in range(-WARM_UP_PAIRS, pairs):
+                prompt = self._prompt(tokens, 0, number + WARM_UP_PAIRS)
+
+                def through_cluster(prompt: Ids = prompt) -> Any:
+                    return split.generate(prompt.tolist(), 2)
+
+                def on_one_node(prompt: Ids = prompt) -> Any:
+                    return self._mixed[0].answer(mixed_node.Answer(prompt, 2))
+
+                order = [through_cluster, on_one_node][:: 1 if number % 2 else -1]
+                taken = {ask: ask() for ask in order}
+                if number >= 0:
+                    measured.append((taken[through_cluster], taken[on_one_node]))
+        exposed = [(ours.at_s[1] - one.at_s[1]) / one.at_s[0] for ours, one in measured]
+        return {
+            "prompt_tokens": tokens,
+            "exposed_over_ttft": round(statistics.median(exposed), 5),
+            "ttft": report.paired([ours.at_s[0] for ours, _ in measured], [one.at_s[0] for _, one in measured]),
+            "second_token": report.paired([ours.at_s[1] for ours, _ in measured], [one.at_s[1] for _, one in measured]),
+            "equal_answers": sum(ours.token_ids == one.token_ids for ours, one in measured),
+            "pairs_ms": [
+                [round(at_s * 1e3, 3) for at_s in (*ours.at_s, *one.at_s)] for ours, one in measured
+            ],  # first and second token through the cluster, then on one node
+            "exposed": [round(one, 5) for one in exposed],
+        }
+
+    def between(self, way: str, batch: int, number: int) -> dict[str, Any]:
+        """Return the figures of one round: `batch` requests run while the prompts are computed."""
+        options = self._options
+        # A prompt that the cluster has seen would come from its cache.
+        contexts = [self._prompt(options.context, 1, batch, number, row) for row in range(batch)]
+        prompts = [self._prompt(options.long_prompt, 2, batch, number, one) for one in range(options.prompts)]
+        if way == "split":
+            seen = asyncio.run(
+                split_client.watch(
+                    self._endpoint, contexts, prompts, running_tokens=options.running_tokens, alone_s=options.alone_s
+                )
+            )
+            return seen.figures()
+        chunk_tokens = options.mixed_chunk_tokens if way == "chunked" else None
+        busy = self._mixed[:batch]
+        for place, node in enumerate(busy):
+            node.start_mix(
+                mixed_node.Mix(
+                    contexts[place :: len(busy)], options.running_tokens, prompts[place :: len(busy)], chunk_tokens,
+                    options.alone_s,
+                )
+            )  # fmt: skip
+        return gaps.Beside.joined([node.receive() for node in busy]).figures()
+
+    def _prompt(self, tokens: int, *seed: int) -> Ids:
+        return np.random.default_rng((tokens, *seed)).integers(self._vocab_size, size=tokens, dtype=np.int64)

@@ -1,0 +1,109 @@
+"""The client of a split cluster whose running requests are watched while long prompts are computed next door."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.bench.gaps import Beside
+from kvrelay.core.errors import UnavailableError
+from kvrelay.proto import convert
+from kvrelay.proto.server import connect
+from kvrelay.proto.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+
+Ids = npt.NDArray[np.int64]
+_MESSAGE_BYTES = 64 << 20
+_REQUEST_S = 300.0
+_SETTLE_TOKENS = 16  # of each running request, before anything is measured
+
+
+def request_of(prompt: Ids, num_tokens: int) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        tokens=inference_pb2.TokenPrompt(packed_ids=convert.pack_ids(prompt.astype(np.int32))),
+        sampling=common_pb2.Sampling(max_tokens=num_tokens, ignore_eos=True),
+        service_class=inference_pb2.SERVICE_CLASS_BATCH,
+    )
+
+
+class _Stream:
+    """One running request: when its messages came."""
+
+    def __init__(self) -> None:
+        self.moments_s: list[float] = []
+        self.tokens = 0
+        self.settled = asyncio.Event()
+
+    async def follow(self, stub: inference_pb2_grpc.InferenceAsyncStub, request: inference_pb2.GenerateRequest) -> None:
+        try:
+            async for event in stub.Generate(request, timeout=_REQUEST_S):
+                if event.tokens.token_ids:
+                    self.moments_s.append(time.perf_counter())
+                    self.tokens += len(event.tokens.token_ids)
+                    if self.tokens >= _SETTLE_TOKENS:
+                        self.settled.set()
+        finally:
+            self.settled.set()
+
+    def between(self, first_s: float, end_s: float) -> list[float]:
+        """Return the moments of a window, with the last one before it."""
+        inside = [at_s for at_s in self.moments_s if first_s <= at_s <= end_s]
+        before = [at_s for at_s in self.moments_s if at_s < first_s]
+        return before[-1:] + inside
+
+
+async def watch(
+    endpoint: str, contexts: Sequence[Ids], prompts: Sequence[Ids], *, running_tokens: int, alone_s: float
+) -> Beside:
+    """Let requests run, send the prompts together when `alone_s` is over, and return what was seen until the last
+    prompt's second token.
+
+    Raises:
+        UnavailableError: a running request ended before that; ask for more tokens.
+    """
+    channel = connect(endpoint, max_message_bytes=_MESSAGE_BYTES, tls=None)
+    stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+    streams = [_Stream() for _ in contexts]
+    running_requests = [request_of(prompt, running_tokens) for prompt in contexts]
+    long_requests = [request_of(prompt, 2) for prompt in prompts]
+    gc.collect()
+    gc.disable()  # a collection here would look like a late token
+    try:
+        running = [
+            asyncio.create_task(stream.follow(stub, request))
+            for stream, request in zip(streams, running_requests, strict=True)
+        ]
+        await asyncio.gather(*(stream.settled.wait() for stream in streams))
+        began_s = time.perf_counter()
+        await asyncio.sleep(alone_s)
+        sent_s = time.perf_counter()
+        firsts_s = await asyncio.gather(*(_first_token_s(stub, request) for request in long_requests))
+        ended_s = time.perf_counter()
+        ended_early = [task for task in running if task.done()]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        if ended_early:
+            raise UnavailableError(f"{len(ended_early)} running requests ended too early: {ended_early[0]}")
+    finally:
+        gc.enable()
+        await channel.close()
+    return Beside(
+        [stream.between(began_s, sent_s) for stream in streams],
+        [stream.between(sent_s, ended_s) for stream in streams],
+        [first_s - sent_s for first_s in firsts_s],
+        sum(stream.tokens - len(stream.moments_s) for stream in streams),
+    )
+
+
+async def _first_token_s(stub: inference_pb2_grpc.InferenceAsyncStub, request: inference_pb2.GenerateRequest) -> float:
+    """Run a prompt to its second token; return when the first one came."""
+    came_s = 0.0
+    async for event in stub.Generate(request, timeout=_REQUEST_S):
+        if event.tokens.token_ids and not came_s:
+            came_s = time.perf_counter()
+    return came_s

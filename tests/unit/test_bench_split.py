@@ -1,0 +1,114 @@
+"""The parts of `bench split` and `bench ring`: gaps, exposed exchanges, the random checkpoint, mixed nodes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvrelay.bench import gaps, mixed_node, random_checkpoint, ring_exchange, ring_picture
+from kvrelay.bench.random_model import TINY, V2_LITE
+from kvrelay.core.settings import load
+from kvrelay.core.types import Sampling
+from kvrelay.decode_node.settings import DecodeSettings
+from kvrelay.kvcache.pool import LatentPool
+from kvrelay.model.checkpoint import load_model
+from kvrelay.model.config import ModelConfig, load_config
+from kvrelay.model.single import SingleEngine
+
+CPU = torch.device("cpu")
+
+
+def kernel(kind: str, at_ms: float, ms: float) -> dict[str, object]:
+    return {"stream": 7, "kind": kind, "at_ms": at_ms, "ms": ms}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("random")
+    random_checkpoint.write(made, TINY, device=CPU)
+    return made
+
+
+@pytest.fixture(scope="module")
+def node(folder: Path) -> mixed_node.MixedNode:
+    options = ["--model", str(folder), "--device", "cpu", "--pool-pages", "64", "--max-batch", "4"]
+    return mixed_node.MixedNode(load(DecodeSettings, options, prog="test"), block_tokens=128)
+
+
+def a_prompt(tokens: int, seed: int) -> mixed_node.Ids:
+    return np.random.default_rng(seed).integers(TINY.vocab_size, size=tokens, dtype=np.int64)
+
+
+@pytest.mark.parametrize("shape", [TINY, V2_LITE])
+def test_a_random_checkpoint_says_the_shape_it_has(tmp_path: Path, shape: ModelConfig) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(random_checkpoint.config_json(shape)))
+
+    read = load_config(tmp_path)
+
+    assert read == replace(shape, max_model_len=shape.max_position_embeddings)
+
+
+def test_a_mixed_node_answers_as_one_process_does(folder: Path, node: mixed_node.MixedNode) -> None:
+    model = load_model(folder, dtype="auto", device=CPU)
+    engine = SingleEngine(model, LatentPool(model.layout(block_tokens=64), 16, CPU))
+    prompt = a_prompt(300, 1)
+
+    timed = node.answer(mixed_node.Answer(prompt, 5))
+
+    expected = [one.token_id for one in engine.generate(prompt.tolist(), Sampling(max_tokens=5), chunk_tokens=128)]
+    assert list(timed.token_ids) == expected
+    assert list(timed.at_s) == sorted(timed.at_s)
+
+
+@pytest.mark.parametrize(("chunk_tokens", "gaps_beside"), [(50, 2 * 5), (None, 2 * 1)])
+def test_running_requests_get_a_token_after_each_chunk_or_after_the_whole_prompt(
+    node: mixed_node.MixedNode, chunk_tokens: int | None, gaps_beside: int
+) -> None:
+    order = mixed_node.Mix([a_prompt(70, 2), a_prompt(64, 3)], 400, [a_prompt(200, 4)] * 2, chunk_tokens, alone_s=0.05)
+
+    seen = node.mix(order)
+
+    assert [len(one) - 1 for one in seen.beside_s] == [gaps_beside] * 2
+    assert len(seen.first_tokens_s) == 2
+    assert seen.first_tokens_s == sorted(seen.first_tokens_s)
+    assert seen.figures()["alone"]["gaps"] > 0
+
+
+def test_a_gap_that_reaches_into_a_window_belongs_to_it() -> None:
+    seen = gaps.Beside([[0.0, 0.01, 0.02]], [[0.02, 0.12, 0.13, 0.14]], [0.1])
+
+    figures = seen.figures()
+
+    assert figures["beside"]["max_ms"] == pytest.approx(100)
+    assert figures["beside"]["max_over_alone_p50"] == pytest.approx(10)
+    assert figures["alone"]["p50_ms"] == pytest.approx(10)
+
+
+def test_what_no_other_kernel_covers_of_an_exchange_is_counted_once() -> None:
+    kernels = [
+        kernel("exchange", 0, 10), kernel("exchange", 5, 10), kernel("attention", 2, 4), kernel("other", 5, 7),
+    ]  # fmt: skip
+
+    found = ring_exchange.uncovered(kernels)
+
+    assert found == {"exchange_ms": 15, "uncovered_ms": 5, "span_ms": 15}
+
+
+def test_what_is_exposed_is_the_difference_that_an_exchange_makes() -> None:
+    found = ring_exchange.exposure([1.01, 1.02, 1.03], [1.0, 1.0, 1.0], [0.1, 0.1, 0.1])
+
+    assert found["exposed_over_layer"] == pytest.approx(0.02 / 1.02, abs=1e-4)
+    assert found["exposed_over_exchange"] == pytest.approx(0.2)
+
+
+def test_the_picture_of_a_layer_is_a_png(tmp_path: Path) -> None:
+    found = {"kernels": [kernel("attention", 0, 3), kernel("exchange", 1, 1)]}
+
+    ring_picture.draw(found, tmp_path / "layer.png", title="a layer")
+
+    assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
