@@ -127,7 +127,7 @@ class Bench:
         grpc_options = [("grpc.max_send_message_length", MESSAGE_BYTES)]
         with grpc.insecure_channel(self._endpoint, options=grpc_options) as channel:
             split = Split(channel)
-            for number in range(-WARM_UP_PAIRS, pairs):
+            for number in range(-min(WARM_UP_PAIRS, (pairs + 1) // 2), pairs):
                 prompt = self._prompt(tokens, 0, number + WARM_UP_PAIRS)
 
                 def through_cluster(prompt: Ids = prompt) -> Any:

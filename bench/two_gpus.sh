@@ -1,0 +1,42 @@
+#!/bin/bash
+# Everything that needs two GPUs, in one go: the benches, and the tests marked two_gpus. Each part has a time limit and
+# leaves its results and its log in OUT, so that a part that fails costs no other one.
+#
+#   bench/two_gpus.sh OUT [PYTHON]
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=$(realpath -m "$1")
+python=${2:-python3}
+mkdir -p "$out"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1
+
+# The random checkpoint is 31 GB: in memory, where loading is fastest.
+checkpoint=$(mktemp -d)
+mount -t tmpfs -o size=48g none "$checkpoint" 2>/dev/null && trap 'umount "$checkpoint"' EXIT
+
+part() { # NAME SECONDS COMMAND...: run it, keep its log, say how it ended
+    local name=$1 limit=$2 began=$SECONDS
+    shift 2
+    timeout -s INT -k 25 "$limit" "$@" >"$out/$name.log" 2>&1
+    echo "== $name: status $? after $((SECONDS - began)) s"
+    tail -n "${SHOWN:-6}" "$out/$name.log" | cut -c1-1500
+}
+bench() { # NAME SECONDS ARGUMENTS...
+    local name=$1 limit=$2
+    shift 2
+    part "$name" "$limit" "$python" -m kvrelay.cli.main bench "$@" --out "$out/$name"
+}
+tests() { # NAME SECONDS FILES...
+    local name=$1 limit=$2
+    shift 2
+    PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 part "$name" "$limit" "$python" -m pytest -p pytest_asyncio.plugin \
+        -p pytest_timeout -p no:cacheprovider --tb=short --durations=5 -m two_gpus "$@"
+}
+
+bench split "${SPLIT_S:-230}" split --folder "$checkpoint" --pairs 12 6 3 --batch 8 --rounds 2
+tests three_processes 110 tests/gpu/test_three_processes.py &
+tests nccl 110 tests/gpu/test_ring_on_gpus.py
+wait
+bench ring128 60 ring --heads 128 --tokens 32768 131072 --rounds 3
+bench ring16 60 ring --heads 16 --tokens 32768 131072 --rounds 5 --ways latent expanded --exchange --png "$out/ring.png"
+bench ring1m 70 ring --heads 16 --tokens 1048576 --ways latent --rounds 1
