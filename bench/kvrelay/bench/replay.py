@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from kvrelay.bench import report
 from kvrelay.bench.goodput import is_in_time
 from kvrelay.bench.placement import DEVICE, quantile, replay, slowed, summary
 from kvrelay.bench.sim_fleet import FleetPlan
-from kvrelay.bench.trace import read
+from kvrelay.bench.trace import copied, read
 from kvrelay.router.admission import TARGETS, Slo
 
 
 def run(options: argparse.Namespace) -> int:
     """Replay, print a JSON object as the last line, write the result file when asked to."""
-    trace = read(Path(options.trace), seed=options.seed)
+    trace = copied(read(Path(options.trace), seed=options.seed), options.copies, seed=options.seed)
     trace = replace(trace, arrivals=trace.arrivals[: options.requests])
     plan = FleetPlan(
         prefill_nodes=options.nodes,
@@ -33,7 +34,9 @@ def run(options: argparse.Namespace) -> int:
         tbt_target_s=TARGETS[Slo.INTERACTIVE].between_tokens_s,
         seed=options.seed,
     )
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
     outcome = replay(plan, trace, options.policy)
+    took_s, took_cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
     served = [job for job in outcome.jobs if job.finished_s is not None and job.first_token_s is not None]
     between_s = [
         (job.finished_s - job.first_token_s) / (job.output_tokens - 1)
@@ -47,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
         "tbt_mean_p50_s": round(quantile(between_s, 0.5), 5), "tbt_mean_p99_s": round(quantile(between_s, 0.99), 5),
         "goodput_per_s": round(sum(map(is_in_time, served)) / max(span_s, 1e-9), 3),
         "refusals": len(outcome.jobs) - len(served),
+        "copies": options.copies, "took_s": round(took_s, 1), "took_cpu_s": round(took_cpu_s, 1),
     }  # fmt: skip
     if options.out:
         print(report.write(Path(options.out), device="sim", bench="replay", result=result))

@@ -118,13 +118,13 @@ class FleetSim:
             node: SimDecode(node, plan.cost, plan.decode_tokens)
             for node in (Incarnation(f"d{at:03}", 1) for at in range(plan.decode_nodes))
         }
+        self._latest: dict[Incarnation, NodeView] = {}
         self._views = [self._view(node) for node in (*self._prefill, *self._decode)]
         self.outcome = Outcome()
         self._open = 0
 
     def run(self) -> Outcome:
-        for at, arrival in enumerate(self._trace.arrivals):
-            self.events.at(arrival.at_s, lambda key=f"r{at}", one=arrival: self._arrive(key, one))  # type: ignore[misc]
+        self._await(0)
         self._open = len(self._trace.arrivals)
         self.events.at(0.0, self._heartbeat)
         self.events.run()
@@ -132,6 +132,18 @@ class FleetSim:
         self.outcome.work_s = [node.work_s for node in self._prefill.values()]
         self.outcome.computed_tokens = [node.computed_tokens for node in self._prefill.values()]
         return self.outcome
+
+    def _await(self, number: int) -> None:
+        """See to the arrival of a request, and then to that of the next one."""
+        if number == len(self._trace.arrivals):
+            return
+        arrival = self._trace.arrivals[number]
+
+        def arrives() -> None:
+            self._await(number + 1)
+            self._arrive(f"r{number}", arrival)
+
+        self.events.at(arrival.at_s, arrives)
 
     def _arrive(self, key: str, arrival: Arrival) -> None:
         block_tokens = self._trace.block_tokens
@@ -215,22 +227,27 @@ class FleetSim:
             self.events.at(self.events.clock() + self._plan.heartbeat_s, self._heartbeat)
 
     def _view(self, node: Incarnation) -> NodeView:
-        plan = self._plan
-        if node in self._prefill:
-            view = self._plain(node, Role.PREFILL, plan.node_tokens)
-            one = self._prefill[node]
-            return with_load(
-                view,
-                queued_tokens=one.queued_tokens,
-                active_requests=len(one.jobs),
-                free_pages=view.total_pages - len(one.cache) * self._trace.block_tokens // _PAGE_TOKENS,
-            )
-        running = self._decode[node].running.values()
-        view = self._plain(node, Role.DECODE, plan.decode_tokens)
-        used = sum(-(-(job.prompt_tokens + job.output_tokens) // _PAGE_TOKENS) for job in running)
-        return with_load(
-            view, queued_tokens=0, active_requests=len(running), free_pages=max(0, view.total_pages - used)
-        )
+        """Return the node's record as of now; the same object as before when nothing has changed."""
+        view = self._latest.get(node)
+        if view is None:
+            is_prefill = node in self._prefill
+            tokens = self._plan.node_tokens if is_prefill else self._plan.decode_tokens
+            view = self._plain(node, Role.PREFILL if is_prefill else Role.DECODE, tokens)
+        load = self._prefill_load(node, view) if view.role is Role.PREFILL else self._decode_load(node, view)
+        if load != (view.queued_tokens, view.active_requests, view.free_pages):
+            view = with_load(view, *load)
+        self._latest[node] = view
+        return view
+
+    def _prefill_load(self, node: Incarnation, view: NodeView) -> tuple[int, int, int]:
+        one = self._prefill[node]
+        used = len(one.cache) * self._trace.block_tokens // _PAGE_TOKENS
+        return one.queued_tokens, len(one.jobs), view.total_pages - used
+
+    def _decode_load(self, node: Incarnation, view: NodeView) -> tuple[int, int, int]:
+        running = self._decode[node].running
+        used = sum(-(-(job.prompt_tokens + job.output_tokens) // _PAGE_TOKENS) for job in running.values())
+        return 0, len(running), max(0, view.total_pages - used)
 
     def _plain(self, node: Incarnation, role: Role, tokens: int) -> NodeView:
         pages = tokens // _PAGE_TOKENS

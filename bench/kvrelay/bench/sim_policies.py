@@ -14,7 +14,8 @@ from kvrelay.index.mirror_state import MirrorState
 from kvrelay.router.admission import Prospect, Refusal, Slo, Terms, judge
 from kvrelay.router.books import Books, Entry
 from kvrelay.router.fleet import NodeView
-from kvrelay.router.placement import Pair, Question, place
+from kvrelay.router.placement import Pair, Question
+from kvrelay.router.shortlist import Roster
 
 
 class Policy(Protocol):
@@ -37,6 +38,8 @@ class Ours:
         self._long_prompt_tokens = long_prompt_tokens
         self._entries: dict[str, Entry] = {}
         self._slo = slo
+        self._seen: Sequence[NodeView] = ()  # the nodes that the roster was made of
+        self._roster = Roster(())
 
     def choose(self, job: Job, nodes: Sequence[NodeView]) -> tuple[Incarnation, Incarnation] | None:
         pair = self.place(job, nodes)
@@ -47,18 +50,31 @@ class Ours:
         return pair.prefill.incarnation, pair.decode.incarnation
 
     def place(self, job: Job, nodes: Sequence[NodeView]) -> Pair:
-        blocks = {holder.node: count for holder, count in self._mirror.longest(job.blocks).items()}
+        cached = {holder.node: count * job.block_tokens for holder, count in self._mirror.found(job.blocks)}
         for node, count in self._books.tentative_blocks(job.blocks).items():
-            blocks[node] = max(count, blocks.get(node, 0))
+            cached[node] = max(count * job.block_tokens, cached.get(node, 0))
+        loads = self._books.loads()
         question = Question(
             prompt_tokens=job.prompt_tokens,
             total_tokens=job.prompt_tokens + job.output_tokens,
             needs_decode=True,
             long_prompt_tokens=self._long_prompt_tokens,
-            cached_tokens={node: count * job.block_tokens for node, count in blocks.items()},
-            loads=self._books.loads(),
+            cached_tokens=cached,
+            loads=loads,
         )
-        return place(nodes, question)
+        self._see(nodes)
+        return self._roster.place(question, [loads])
+
+    def _see(self, nodes: Sequence[NodeView]) -> None:
+        """Take the nodes as of the latest heartbeat; a simulated fleet keeps its nodes and their order."""
+        if nodes is self._seen:
+            return
+        if len(nodes) != len(self._seen):
+            self._roster = Roster(nodes)
+        for node, before in zip(nodes, self._seen, strict=False):
+            if node is not before:
+                self._roster.update(node)
+        self._seen = nodes
 
     def _refusal(self, pair: Pair, slo: Slo) -> Refusal | None:
         prospect = Prospect(wait_s=pair.backlog_s(), compute_s=pair.work_s, step_s=pair.step_s(), is_proven=True)
@@ -108,7 +124,7 @@ def simple(name: str, mirror: MirrorState, *, seed: int) -> Simple:
     turn = iter(range(1 << 62))
 
     def longest_prefix(job: Job, nodes: Sequence[NodeView], _: Mapping[Incarnation, int]) -> NodeView:
-        found = {holder.node: count for holder, count in mirror.longest(job.blocks).items()}
+        found = {holder.node: count for holder, count in mirror.found(job.blocks)}
         return max(nodes, key=lambda node: found.get(node.incarnation, 0))
 
     rules: dict[str, Callable[[Job, Sequence[NodeView], Mapping[Incarnation, int]], NodeView]] = {
@@ -120,6 +136,6 @@ def simple(name: str, mirror: MirrorState, *, seed: int) -> Simple:
     return Simple(rules[name], {}, {}, {})
 
 
-def with_load(view: NodeView, *, queued_tokens: int, active_requests: int, free_pages: int) -> NodeView:
+def with_load(view: NodeView, queued_tokens: int, active_requests: int, free_pages: int) -> NodeView:
     """Return a node's record as of a heartbeat."""
     return replace(view, queued_tokens=queued_tokens, active_requests=active_requests, free_pages=free_pages)

@@ -10,7 +10,7 @@ import gzip
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvrelay.core.errors import InvalidRequestError
 
 _BLOCK_SIZES = (512, 64)  # of the public traces; a trace's own is the one that fits its rows
 _SESSION_START_SPREAD_S = 3600.0  # sessions of a trace without start times begin within this
+_COPY_SPREAD_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,26 @@ def read(file: Path, *, seed: int = 0) -> Trace:
         raise InvalidRequestError(f"{file}: not a request trace: {err}") from err
     arrivals.sort(key=lambda one: one.at_s)
     return Trace(file.name.split(".")[0], block_tokens, tuple(arrivals))
+
+
+def copied(trace: Trace, copies: int, *, seed: int) -> Trace:
+    """Return so many copies of a trace at once. Each has blocks of its own and begins within `_COPY_SPREAD_S`."""
+    rng = random.Random(seed)  # noqa: S311 - a workload, not a secret
+    arrivals: list[Arrival] = []
+    for number in range(copies):
+        begins_s = rng.uniform(0, _COPY_SPREAD_S) if number else 0.0
+        names: dict[bytes, bytes] = {}  # one object per block of this copy
+        mark = number.to_bytes(4, "big")
+        arrivals += (
+            replace(
+                one,
+                at_s=one.at_s + begins_s,
+                blocks=tuple(names.setdefault(block, mark + block[4:]) for block in one.blocks),
+            )
+            for one in trace.arrivals
+        )
+    arrivals.sort(key=lambda one: one.at_s)
+    return replace(trace, arrivals=tuple(arrivals))
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:

@@ -54,6 +54,7 @@ class IndexMirror:
         self._clock = clock
         self._max_blocks = max_blocks
         self._state = MirrorState(max_blocks=max_blocks)
+        self._nothing: dict[Holder, Holding] = {}  # of holders that have nothing of a prompt
         self._numbers: dict[Holder, int] = {}  # changes applied, per holder
         self._absent_since_s: dict[Holder, float] = {}
         self._snapshot_s: dict[Holder, float] = {}  # when it was read as a whole
@@ -97,8 +98,11 @@ class IndexMirror:
 
     def longest(self, hashes: Sequence[bytes]) -> tuple[Holding, ...]:
         """Return how many leading blocks of a prompt each known holder has."""
-        found = self._state.longest(hashes)
-        return tuple(Holding(holder.node, holder.role, depth) for holder, depth in found.items())
+        found = self._state.found(hashes)
+        if self._nothing.keys() != self._state.known():
+            self._nothing = {holder: Holding(holder.node, holder.role, 0) for holder in self._state.holders}
+        some = {holder: Holding(holder.node, holder.role, depth) for holder, depth in found}
+        return tuple((self._nothing | some).values())
 
     async def _run(self) -> None:
         reachable = True

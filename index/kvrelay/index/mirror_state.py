@@ -8,9 +8,10 @@ lost "has" in the middle of a prefix says less than the "has" behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass
 
+from kvrelay.core.bits import positions
 from kvrelay.core.types import Incarnation, Role
 
 
@@ -35,9 +36,9 @@ class Change:
 
 @dataclass(slots=True)
 class _Known:
-    slot: int  # its bit in the block masks
+    slot: int
+    bit: int  # 1 << slot: its bit in the block masks
     next_number: int
-    complete: bool
 
 
 class MirrorState:
@@ -48,6 +49,8 @@ class MirrorState:
         self._max_blocks = max_blocks
         self._masks: dict[bytes, int] = {}  # block -> bits of its holders; oldest block first
         self._known: dict[Holder, _Known] = {}
+        self._by_slot: dict[int, Holder] = {}
+        self._doubted = 0  # bits of the incomplete holders
         self.is_truncated = False
 
     @property
@@ -58,9 +61,12 @@ class MirrorState:
     def holders(self) -> tuple[Holder, ...]:
         return tuple(self._known)
 
+    def known(self) -> KeysView[Holder]:
+        return self._known.keys()
+
     def incomplete(self) -> tuple[Holder, ...]:
         """Return the holders whose next snapshot is due."""
-        return tuple(holder for holder, known in self._known.items() if not known.complete)
+        return tuple(self._by_slot[slot] for slot in positions(self._doubted))
 
     def apply(self, change: Change) -> None:
         """Take a change; one that was taken before is ignored."""
@@ -70,7 +76,7 @@ class MirrorState:
         if change.number < known.next_number and not change.is_reset:
             return
         if change.number > known.next_number or change.is_reset:
-            known.complete = False
+            self._doubted |= known.bit
         known.next_number = change.number + 1
         self._add(known, change.added)
         self._remove(known, change.removed)
@@ -83,83 +89,90 @@ class MirrorState:
         elif number + 1 < known.next_number:
             return  # older than what is known
         self._clear(known)
-        known.next_number, known.complete = number + 1, not self.is_truncated
+        known.next_number = number + 1
+        self._doubted &= ~known.bit  # unless what follows does not fit
+        self._doubt_if_truncated()
         self._add(known, hashes)
 
     def doubt(self, holder: Holder) -> None:
         """Note that something of a holder may have been missed."""
         if holder in self._known:
-            self._known[holder].complete = False
+            self._doubted |= self._known[holder].bit
 
     def forget(self, holder: Holder) -> None:
         known = self._known.pop(holder, None)
         if known is not None:
             self._clear(known)
+            del self._by_slot[known.slot]
+            self._doubted &= ~known.bit
 
     def clear(self) -> None:
         self._masks.clear()
         self._known.clear()
+        self._by_slot.clear()
+        self._doubted = 0
         self.is_truncated = False
 
     def longest(self, hashes: Sequence[bytes]) -> dict[Holder, int]:
         """Return how many leading blocks of a prompt each holder has, also those that have none."""
-        by_slot = {known.slot: holder for holder, known in self._known.items()}
-        found = dict.fromkeys(self._known, len(hashes))
-        present = sum(1 << slot for slot in by_slot)
+        return dict.fromkeys(self._known, 0) | dict(self.found(hashes))
+
+    def found(self, hashes: Sequence[bytes]) -> list[tuple[Holder, int]]:
+        """Return how many leading blocks of a prompt each holder has; those that have none are left out."""
+        found: dict[int, int] = {}  # by slot
         masks = self._masks
+        present = masks.get(hashes[0], 0) if hashes else 0
         for depth, one in enumerate(hashes):
             still = present & masks.get(one, 0)
-            if still == present:  # nearly always, and there may be thousands of blocks
+            if still == present and present:  # nearly always, and there may be thousands of blocks
                 continue
-            for slot in _bits(present ^ still):
-                found[by_slot[slot]] = depth
+            found.update(dict.fromkeys(positions(present ^ still), depth))
             if not (present := still):
                 break
-        self._look_deeper(hashes, found, by_slot)
-        return found
+        found.update(dict.fromkeys(positions(present), len(hashes)))
+        self._look_deeper(hashes, found)
+        by_slot = self._by_slot
+        return [(by_slot[slot], depth) for slot, depth in found.items()]
 
-    def _look_deeper(self, hashes: Sequence[bytes], found: dict[Holder, int], by_slot: dict[int, Holder]) -> None:
-        doubted = sum(1 << known.slot for known in self._known.values() if not known.complete)
+    def _look_deeper(self, hashes: Sequence[bytes], found: dict[int, int]) -> None:
+        doubted = self._doubted
         for depth in range(len(hashes), 0, -1):
             if not doubted:
                 return
-            for slot in _bits(doubted & self._masks.get(hashes[depth - 1], 0)):
-                found[by_slot[slot]] = depth
-                doubted ^= 1 << slot
+            if here := doubted & self._masks.get(hashes[depth - 1], 0):
+                found.update(dict.fromkeys(positions(here), depth))
+                doubted ^= here
 
     def _enter(self, holder: Holder, *, next_number: int) -> _Known:
-        taken = {known.slot for known in self._known.values()}
-        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
-        self._known[holder] = _Known(slot, next_number, complete=not self.is_truncated)
-        return self._known[holder]
+        slot = next(slot for slot in range(len(self._by_slot) + 1) if slot not in self._by_slot)
+        self._by_slot[slot] = holder
+        known = self._known[holder] = _Known(slot, 1 << slot, next_number)
+        self._doubt_if_truncated()
+        return known
 
     def _add(self, known: _Known, hashes: Iterable[bytes]) -> None:
-        bit = 1 << known.slot
+        masks, bit = self._masks, known.bit
         for one in hashes:
-            self._masks[one] = self._masks.get(one, 0) | bit
-        while len(self._masks) > self._max_blocks:
-            del self._masks[next(iter(self._masks))]
+            mask = masks.get(one)
+            masks[one] = bit if mask is None else mask | bit  # the same object for all blocks of one holder
+        while len(masks) > self._max_blocks:
+            del masks[next(iter(masks))]
             self.is_truncated = True
+        self._doubt_if_truncated()
+
+    def _doubt_if_truncated(self) -> None:
         if self.is_truncated:
-            for each in self._known.values():
-                each.complete = False
+            for known in self._known.values():
+                self._doubted |= known.bit
 
     def _remove(self, known: _Known, hashes: Iterable[bytes]) -> None:
-        bit = 1 << known.slot
+        without = ~known.bit
         for one in hashes:
-            mask = self._masks.get(one, 0) & ~bit
+            mask = self._masks.get(one, 0) & without
             if mask:
                 self._masks[one] = mask
             else:
                 self._masks.pop(one, None)
 
     def _clear(self, known: _Known) -> None:
-        bit = 1 << known.slot
-        self._remove(known, [one for one, mask in self._masks.items() if mask & bit])
-
-
-def _bits(mask: int) -> Iterable[int]:
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest
+        self._remove(known, [one for one, mask in self._masks.items() if mask & known.bit])

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.types import Incarnation
-from kvrelay.router.placement import Load, Pair
+from kvrelay.router.load_columns import LoadColumns
+from kvrelay.router.placement import Pair
+from kvrelay.router.tentative import TentativeBlocks
 
-RECENT_S = 3600.0  # work given to a node fades from what counts as its share with this time constant
-_MAX_REMEMBERED = 4096  # nodes whose recent work is remembered while they have nothing
+_MAX_REMEMBERED = 4096  # nodes; beyond that, those that have nothing are forgotten
 
 
 @dataclass(slots=True)
@@ -21,10 +19,7 @@ class _Account:
     """One node."""
 
     requests: int = 0
-    tokens: int = 0
-    pages: int = 0
     at_work: dict[int, Entry] = field(default_factory=dict)  # entries whose prompt is not computed, by identity
-    blocks: Counter[bytes] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +40,8 @@ class Entry:
     shares: tuple[Share, ...]  # prefill first
     hashes: Sequence[bytes]
     entered_s: float = 0.0
+    work: int = 0  # see `LoadColumns.put`
+    key: int = 0  # for its owner
     is_alone: bool = True  # nothing else was computed on its prefill node as long as it was
     is_computed: bool = False
     is_released: bool = False
@@ -55,10 +52,7 @@ class Entry:
         if not self.is_computed and not self.is_released:
             self.is_computed = True
             self.on_computed()
-            for share in self.shares:
-                account = self.books.accounts[share.node]
-                account.tokens -= share.tokens
-                account.at_work.pop(id(self), None)
+            self.books.computed(self)
 
     def release(self) -> None:
         """The request has ended; the second time nothing happens."""
@@ -73,7 +67,8 @@ class Books:
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self.accounts: dict[Incarnation, _Account] = {}
-        self._recent: dict[Incarnation, tuple[float, float]] = {}  # node -> (work in seconds, as of when)
+        self._columns = LoadColumns()
+        self._blocks = TentativeBlocks()
         self._clock = clock
 
     def enter(
@@ -90,15 +85,14 @@ class Books:
         if pair.decode is not None:
             shares.append(Share(pair.decode.incarnation, pages=decode_pages))
         for share in shares:
-            account = self.accounts.setdefault(share.node, _Account())
-            account.requests += 1
-            account.tokens += share.tokens
-            account.pages += share.pages
-            account.blocks.update(hashes)
-        self._recent[node] = self._recent_s(node) + pair.work_s, self._clock()
-        if len(self._recent) > _MAX_REMEMBERED:
-            del self._recent[min(self._recent, key=lambda one: self._recent[one][1])]
+            self.accounts.setdefault(share.node, _Account()).requests += 1
+            self._columns.add(share.node, requests=1, tokens=share.tokens, pages=share.pages)
+            self._blocks.add(self._columns.slot(share.node), hashes)
+        self.loads().worked(node, pair.work_s)
+        if self._columns.num_slots > _MAX_REMEMBERED:
+            self._columns.forget_idle(keep=_MAX_REMEMBERED)
         entry = Entry(self, tuple(shares), hashes, self._clock(), on_computed=on_computed)
+        entry.work = self._columns.put(node, pair.work_s)
         at_work = self.accounts[node].at_work
         for other in at_work.values():
             other.is_alone = entry.is_alone = False
@@ -110,50 +104,28 @@ class Books:
         """Requests whose prompt is not computed yet."""
         return sum(len(account.at_work) for account in self.accounts.values())
 
-    def loads(self) -> Mapping[Incarnation, Load]:
-        """Return the load of every node that has any, now or lately."""
-        loads = {
-            node: Load(
-                one.requests,
-                one.tokens,
-                one.pages,
-                tuple(entry.shares[0].work_s for entry in one.at_work.values()),
-                self._recent_s(node),
-            )
-            for node, one in self.accounts.items()
-        }
-        for node in self._recent.keys() - loads.keys():
-            loads[node] = Load(recent_s=self._recent_s(node))
-        return loads
+    def loads(self) -> LoadColumns:
+        """Return the load of every node that has any, now or lately; it goes on to show what changes later."""
+        self._columns.at(self._clock())
+        return self._columns
 
     def tentative_blocks(self, hashes: Sequence[bytes]) -> dict[Incarnation, int]:
-        """Return how many leading blocks of a prompt each node has or will have by the requests placed on it.
+        """Return how many leading blocks of a prompt each node has or will have by the requests placed on it."""
+        return {self._columns.node(slot): count for slot, count in self._blocks.longest(hashes).items()}
 
-        A block's hash stands for all blocks before it, and requests are entered with all of theirs: what is missing is
-        missing from some block on, so halving finds it.
-        """
-        found = {}
-        for node, account in self.accounts.items():
-            blocks = account.blocks
-            if count := bisect_left(hashes, True, key=lambda one, blocks=blocks: one not in blocks):  # type: ignore[misc]
-                found[node] = count
-        return found
+    def computed(self, entry: Entry) -> None:
+        """For `Entry.computed`."""
+        for share in entry.shares:
+            self._columns.add(share.node, tokens=-share.tokens)
+        del self.accounts[entry.shares[0].node].at_work[id(entry)]
+        self._columns.take(entry.work)
 
     def remove(self, entry: Entry) -> None:
         """For `Entry.release`."""
         for share in entry.shares:
+            self._columns.add(share.node, requests=-1, pages=-share.pages)
+            self._blocks.remove(self._columns.slot(share.node), entry.hashes)
             account = self.accounts[share.node]
             account.requests -= 1
-            account.pages -= share.pages
-            blocks = account.blocks
-            for one in entry.hashes:
-                if blocks[one] > 1:
-                    blocks[one] -= 1
-                else:
-                    del blocks[one]
             if not account.requests:
                 del self.accounts[share.node]
-
-    def _recent_s(self, node: Incarnation) -> float:
-        work_s, as_of_s = self._recent.get(node, (0.0, 0.0))
-        return work_s * math.exp((as_of_s - self._clock()) / RECENT_S) if work_s else 0.0

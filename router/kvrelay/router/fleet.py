@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -103,6 +104,8 @@ class FleetView:
         self._nodes: dict[Incarnation, NodeView] = {}
         self._told_to_leave: set[Incarnation] = set()
         self._aside_until_s: dict[Incarnation, float] = {}
+        self._usable: tuple[NodeView, ...] | None = None  # what `nodes` returns, until ...
+        self._usable_until_s = 0.0  # ... a node is not aside any more
         self._channels: dict[str, aio.Channel] = {}
         # A node that left the registry may still be streaming, so its channel is closed only when no request can be.
         self._retire_s = max_request_s
@@ -126,13 +129,20 @@ class FleetView:
             await channel.close()
 
     def nodes(self) -> tuple[NodeView, ...]:
-        """Return the nodes on which something may be placed: registered, not draining, not set aside."""
+        """Return the nodes on which something may be placed: registered, not draining, not set aside.
+
+        As long as nothing about them has changed it is the same tuple.
+        """
         now_s = self._clock()
-        return tuple(
-            node
-            for name, node in self._nodes.items()
-            if not node.draining and self._aside_until_s.get(name, 0.0) <= now_s
-        )
+        if self._usable is None or now_s >= self._usable_until_s:
+            self._usable = tuple(
+                node
+                for name, node in self._nodes.items()
+                if not node.draining and self._aside_until_s.get(name, 0.0) <= now_s
+            )
+            ends_s = (until_s for until_s in self._aside_until_s.values() if until_s > now_s)
+            self._usable_until_s = min(ends_s, default=math.inf)
+        return self._usable
 
     def records(self) -> list[fleet_pb2.NodeRecord]:
         """Return every registered node as it describes itself."""
@@ -154,12 +164,14 @@ class FleetView:
     def put_aside(self, node: Incarnation, reason: str) -> None:
         log.warning("node %s is set aside for %g s: %s", node, self._put_aside_s, reason)
         self._aside_until_s[node] = self._clock() + self._put_aside_s
+        self._usable = None
 
     def mark_draining(self, node: Incarnation) -> None:
         """Place nothing more on a node, ahead of its own next heartbeat."""
         if node in self._nodes:
             self._told_to_leave.add(node)
             self._nodes[node] = replace(self._nodes[node], draining=True)
+            self._usable = None
 
     async def refresh(self) -> None:
         """Read the registry once; when it does not answer, the nodes known so far stay."""
@@ -199,6 +211,7 @@ class FleetView:
             node.incarnation: replace(node, draining=node.draining or node.incarnation in self._told_to_leave)
             for node in nodes
         }
+        self._usable = None
         self.usual_link_s = usual_link_s(nodes)
         self._aside_until_s = {name: until for name, until in self._aside_until_s.items() if name in self._nodes}
         in_use = {node.endpoint for node in nodes}

@@ -21,6 +21,7 @@ class Learned:
     def __init__(self) -> None:
         self._prefill: dict[Incarnation, Correction] = {}
         self._measured: set[Incarnation] = set()  # nodes that publish costs of their own
+        self._usual_log_scale = 0.0  # of nodes of which nothing was seen
 
     def observe_prefill(self, node: Incarnation, *, predicted_s: float, observed_s: float) -> None:
         """Learn from a prefill that had its node to itself.
@@ -30,7 +31,7 @@ class Learned:
         """
         correction = self._prefill.get(node)
         if correction is None:  # it was predicted with what is usual
-            correction = self._prefill[node] = Correction(log_scale=self._usual_log_scale())
+            correction = self._prefill[node] = Correction(log_scale=self._usual_log_scale)
         correction.observe(predicted_s=predicted_s / correction.scale, observed_s=observed_s)
 
     def is_proven(self, node: Incarnation) -> bool:
@@ -52,18 +53,16 @@ class Learned:
             if node.cost.is_measured and node.incarnation not in self._measured:
                 self._measured.add(node.incarnation)
                 self._prefill.pop(node.incarnation, None)  # it corrected what was assumed until now
-        usual = math.exp(self._usual_log_scale())
-        return tuple(self._correct(node, usual) for node in nodes)
+        # With one that says nothing among them, so that a single node decides little.
+        self._usual_log_scale = statistics.median([0.0, *(one.log_scale for one in self._prefill.values())])
+        return tuple(self.correct(node) for node in nodes)
 
-    def _usual_log_scale(self) -> float:
-        """Return the median of the corrections and of one that says nothing, so that a single node decides little."""
-        return statistics.median([0.0, *(one.log_scale for one in self._prefill.values())])
-
-    def _correct(self, node: NodeView, usual: float) -> NodeView:
+    def correct(self, node: NodeView) -> NodeView:
+        """Return one of the nodes that `corrected` was last given, with its present cost."""
         if node.role is not Role.PREFILL:
             return node
         correction = self._prefill.get(node.incarnation)
-        cost, scale = node.cost, usual if correction is None else correction.scale
+        cost, scale = node.cost, math.exp(self._usual_log_scale) if correction is None else correction.scale
         if scale == 1.0:
             return node
         scaled = replace(cost, start_s=cost.start_s * scale, token_s=cost.token_s * scale, pair_s=cost.pair_s * scale)

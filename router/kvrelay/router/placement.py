@@ -25,6 +25,7 @@ __all__ = [
     "longest_served",
     "missing_for_service",
     "place",
+    "refusal",
     "usable_groups",
 ]
 
@@ -83,7 +84,7 @@ def place(nodes: Sequence[NodeView], question: Question) -> Pair:
         InvalidRequestError: no node could ever hold the request; names the pages.
         UnavailableError: no node can take it now; names every node and why not.
     """
-    refused = {node.incarnation.name: why for node in nodes if (why := _refusal(node, question)) is not None}
+    refused = {node.incarnation.name: why for node in nodes if (why := refusal(node, question)) is not None}
     groups: dict[bytes, tuple[list[NodeView], list[NodeView]]] = {}
     for node in nodes:
         if node.incarnation.name not in refused:
@@ -139,7 +140,7 @@ def _link_s(prefill: NodeView, decode: NodeView, question: Question) -> float:
     return question.remaining(decode) * (token_s - decode.cost.relay_token_s)
 
 
-def _refusal(node: NodeView, question: Question) -> str | None:
+def refusal(node: NodeView, question: Question) -> str | None:
     """Return why a node cannot take the request, or None."""
     if node.incarnation in question.avoid:
         return "failed this request before"

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvrelay.core import prefix_hash
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import OverloadedError
-from kvrelay.core.types import Incarnation, Role
+from kvrelay.core.types import Incarnation
 from kvrelay.index.lookup import Lookup
 from kvrelay.index.reader import Confidence, Match
 from kvrelay.router.admission import Prospect, Terms, judge
@@ -22,9 +22,11 @@ from kvrelay.router.books import Books, Entry
 from kvrelay.router.decisions import Decision, DecisionLog, explained
 from kvrelay.router.fleet import FleetView, NodeView
 from kvrelay.router.learned import Learned
+from kvrelay.router.load_columns import LoadColumns
 from kvrelay.router.peers import Placed
-from kvrelay.router.placement import Load, Pair, Question, place
+from kvrelay.router.placement import Load, Pair, Question
 from kvrelay.router.replicas import together
+from kvrelay.router.shortlist import Roster
 from kvrelay.router.tenants import calling
 from kvrelay.router.turnstile import Turnstile
 
@@ -88,6 +90,9 @@ class IndexPlacer:
         self._clock = clock
         self._books = Books(clock)
         self._learned = Learned()
+        self._seen: Sequence[NodeView] = ()  # the nodes that the roster was made of
+        self._roster = Roster(())
+        self._of_others: tuple[Mapping[Incarnation, Load], LoadColumns] = ({}, LoadColumns())
         self._entries: dict[int, Entry] = {}  # by identity of the Placed that was given out
         self._decided: dict[int, Decision] = {}
         self.decisions = DecisionLog()
@@ -140,21 +145,35 @@ class IndexPlacer:
         return _explained(work, await self._choose(work))
 
     async def _choose(self, work: _Work) -> _Choice:
-        nodes = self._learned.corrected(self._fleet.nodes())
-        cached, confidence = await self._cached(nodes, work.hashes)
+        cached, confidence = await self._cached(work.hashes)
+        loads, others = self._books.loads(), self._others()
         question = Question(
             prompt_tokens=work.prompt_tokens,
             total_tokens=work.prompt_tokens + work.max_tokens,
             needs_decode=work.needs_decode,
             long_prompt_tokens=self._long_prompt_tokens,
             cached_tokens=cached,
-            loads=together(self._books.loads(), self._others()),
+            loads=together(loads, others),
             avoid=work.avoid,
             usual_link_s=self._fleet.usual_link_s,
         )
-        # A layout that came up just now has no hashes yet; its nodes take part from the next request on.
-        known = [node for node in nodes if node.layout_fingerprint in work.hashes]
-        return _Choice(place(known, question), question, confidence)
+        roster = self._present()
+        if not roster.block_tokens.keys() <= work.hashes.keys():
+            # A layout that came up just now has no hashes yet; its nodes take part from the next request on.
+            roster = Roster([node for node in roster.nodes if node.layout_fingerprint in work.hashes])
+        return _Choice(roster.place(question, [loads, self._columns_of(others)]), question, confidence)
+
+    def _present(self) -> Roster:
+        """Return the nodes as they are now, with costs as they have shown themselves to be."""
+        nodes = self._fleet.nodes()
+        if nodes is not self._seen:
+            self._seen, self._roster = nodes, Roster(self._learned.corrected(nodes))
+        return self._roster
+
+    def _columns_of(self, others: Mapping[Incarnation, Load]) -> LoadColumns:
+        if others is not self._of_others[0]:
+            self._of_others = others, LoadColumns.of(others)
+        return self._of_others[1]
 
     def _enter(self, work: _Work, choice: _Choice, *, on_computed: Callable[[], None]) -> Placed:
         pair, question = choice.pair, choice.question
@@ -162,12 +181,12 @@ class IndexPlacer:
         hashes = work.hashes[pair.prefill.layout_fingerprint]
         entry = self._books.enter(pair, decode_pages=decode_pages, hashes=hashes, on_computed=on_computed)
         self._on_placed()
-        placed = Placed(pair.prefill, pair.decode, _seed(pair.prefill), choice.confidence, entry.release)
+        placed = Placed(pair.prefill, pair.decode, _seed(pair.prefill), choice.confidence, lambda: self._release(entry))
         return self._given_out(placed, entry, _explained(work, choice))
 
     def _admit(self, pair: Pair, terms: Terms) -> None:
         tenant, cost = calling.get(), pair.prefill.cost
-        nodes = sum(node.role is Role.PREFILL for node in self._fleet.nodes())
+        nodes = self._present().num_prefill
         queued_s = self._turnstile.tokens_ahead(tenant) * cost.token_s / pair.prefill.ring_size / max(1, nodes)
         prospect = Prospect(
             wait_s=pair.backlog_s() + queued_s,
@@ -183,7 +202,7 @@ class IndexPlacer:
     def _most_on_nodes(self) -> int:
         if self._ahead_per_node is None:
             return sys.maxsize
-        return self._ahead_per_node * sum(node.role is Role.PREFILL for node in self._fleet.nodes())
+        return self._ahead_per_node * self._present().num_prefill
 
     def named(self, placed: Placed, request_id: str) -> None:
         """Enter the decision of a placed request into the log."""
@@ -198,27 +217,34 @@ class IndexPlacer:
         if entry.is_alone and entry.shares[0].tokens >= LEAST_OBSERVED_TOKENS:
             share = entry.shares[0]
             took_s = self._clock() - entry.entered_s
-            self._learned.observe_prefill(share.node, predicted_s=share.work_s, observed_s=took_s)
+            self._observe(share.node, predicted_s=share.work_s, took_s=took_s)
         entry.computed()
 
+    def _observe(self, name: Incarnation, *, predicted_s: float, took_s: float) -> None:
+        self._learned.observe_prefill(name, predicted_s=predicted_s, observed_s=took_s)
+        if (row := self._roster.row.get(name)) is not None:
+            self._roster.update(self._learned.correct(self._seen[row]))
+
     def _given_out(self, placed: Placed, entry: Entry, decision: Decision) -> Placed:
-        self._entries = {key: one for key, one in self._entries.items() if not one.is_released}
-        self._decided = {key: one for key, one in self._decided.items() if key in self._entries}
-        self._entries[id(placed)] = entry
-        self._decided[id(placed)] = decision
+        entry.key = id(placed)
+        self._entries[entry.key] = entry
+        self._decided[entry.key] = decision
         return placed
 
-    async def _cached(
-        self, nodes: Sequence[NodeView], hashes: Mapping[bytes, list[bytes]]
-    ) -> tuple[dict[Incarnation, int], Confidence]:
+    def _release(self, entry: Entry) -> None:
+        if not entry.is_released:
+            entry.release()
+            del self._entries[entry.key], self._decided[entry.key]
+
+    async def _cached(self, hashes: Mapping[bytes, list[bytes]]) -> tuple[dict[Incarnation, int], Confidence]:
         """Return cached tokens by node, and how sure they are."""
         cached: dict[Incarnation, int] = {}
         confidence = Confidence.EXACT
         for layout, of_prompt in hashes.items():
             match = await self._index.longest(of_prompt)
-            block_tokens = {one.incarnation: one.block_tokens for one in nodes if one.layout_fingerprint == layout}
+            block_tokens = self._present().block_tokens.get(layout, {})
             confidence = max(confidence, _judged(match, block_tokens.keys()), key=_SURENESS.index)
-            blocks = {one.node: one.num_blocks for one in match.holdings}
+            blocks = {one.node: one.num_blocks for one in match.holdings if one.num_blocks}
             for holder, count in self._books.tentative_blocks(of_prompt).items():
                 blocks[holder] = max(count, blocks.get(holder, 0))
             cached |= {one: count * block_tokens[one] for one, count in blocks.items() if one in block_tokens}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 
 from kvrelay.core.clock import Clock, monotonic
@@ -113,10 +113,25 @@ class Replicas:
 
 
 def together(some: Mapping[Incarnation, Load], more: Mapping[Incarnation, Load]) -> Mapping[Incarnation, Load]:
-    """Return the sum of loads by node."""
-    if not more:
-        return some
-    return {node: _sum(some.get(node, NO_LOAD), more.get(node, NO_LOAD)) for node in some.keys() | more.keys()}
+    """Return the sum of loads by node; it shows the loads as they are when it is asked."""
+    return _Together(some, more) if more else some
+
+
+class _Together(Mapping[Incarnation, Load]):
+    def __init__(self, some: Mapping[Incarnation, Load], more: Mapping[Incarnation, Load]) -> None:
+        self._some, self._more = some, more
+
+    def __getitem__(self, node: Incarnation) -> Load:
+        one, other = self._some.get(node), self._more.get(node)
+        if one is None and other is None:
+            raise KeyError(node)
+        return _sum(one or NO_LOAD, other or NO_LOAD)
+
+    def __iter__(self) -> Iterator[Incarnation]:
+        return iter(self._some.keys() | self._more.keys())
+
+    def __len__(self) -> int:
+        return len(self._some.keys() | self._more.keys())
 
 
 def _sum(one: Load, other: Load) -> Load:

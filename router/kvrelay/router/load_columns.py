@@ -1,0 +1,164 @@
+"""What routers have placed on nodes, as columns that change in place: a whole fleet is scored from them at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.core.types import Incarnation
+from kvrelay.router.score import Load
+
+RECENT_S = 3600.0  # work given to a node fades from what counts as its share with this time constant
+_MOST_FADED_S = 20 * RECENT_S  # the common unit of faded work is renewed after this
+_LEAST_ROOM = 64
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+class LoadColumns(Mapping[Incarnation, Load]):
+    """The load of every node that has any, now or lately; each node has a slot in all columns.
+
+    As a mapping it shows the loads as they are when it is asked.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0  # changes when a slot goes to another node
+        self.requests: Ints = np.zeros(_LEAST_ROOM, np.int64)
+        self.tokens: Ints = np.zeros(_LEAST_ROOM, np.int64)
+        self.pages: Ints = np.zeros(_LEAST_ROOM, np.int64)
+        self._recent: Floats = np.zeros(_LEAST_ROOM)  # in units that were seconds at _unit_s
+        self._unit_s = 0.0
+        self._fade = 1.0  # what is left now of a unit
+        self._slots: dict[Incarnation, int] = {}
+        self._nodes: list[Incarnation | None] = []
+        self._free: list[int] = []
+        self._work_s: Floats = np.zeros(_LEAST_ROOM)
+        self._work_slot: Ints = np.zeros(_LEAST_ROOM, np.int64)
+        self._num_works = 0
+        self._free_works: list[int] = []
+        self._works: dict[int, dict[int, float]] = {}  # slot -> its works, oldest first
+
+    @classmethod
+    def of(cls, loads: Mapping[Incarnation, Load]) -> LoadColumns:
+        """Return the same loads as columns."""
+        columns = cls()
+        for node, load in loads.items():
+            columns.add(node, requests=load.requests, tokens=load.tokens, pages=load.pages)
+            columns.worked(node, load.recent_s)
+            for work_s in load.works_s:
+                columns.put(node, work_s)
+        return columns
+
+    def slot(self, node: Incarnation) -> int:
+        """Return the slot of a node; one that has none gets one."""
+        slot = self._slots.get(node)
+        if slot is None:
+            if self._free:
+                slot = self._free.pop()
+                self._nodes[slot] = node
+            else:
+                slot = len(self._nodes)
+                self._nodes.append(node)
+                self._make_room(slot)
+            self._slots[node] = slot
+        return slot
+
+    def slots(self, nodes: Sequence[Incarnation]) -> Ints:
+        return np.fromiter(map(self.slot, nodes), np.int64, len(nodes))
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._nodes)
+
+    def node(self, slot: int) -> Incarnation:
+        node = self._nodes[slot]
+        assert node is not None, slot
+        return node
+
+    def add(self, node: Incarnation, *, requests: int = 0, tokens: int = 0, pages: int = 0) -> None:
+        slot = self.slot(node)
+        self.requests[slot] += requests
+        self.tokens[slot] += tokens
+        self.pages[slot] += pages
+
+    def put(self, node: Incarnation, work_s: float) -> int:
+        """Enter work ahead on a node; `take` it with what this returns."""
+        slot = self.slot(node)
+        if self._free_works:
+            at = self._free_works.pop()
+        else:
+            at, self._num_works = self._num_works, self._num_works + 1
+            if at == len(self._work_s):
+                self._work_s, self._work_slot = _longer(self._work_s), _longer(self._work_slot)
+        self._work_s[at], self._work_slot[at] = work_s, slot
+        self._works.setdefault(slot, {})[at] = work_s
+        return at
+
+    def take(self, at: int) -> None:
+        slot = int(self._work_slot[at])
+        works = self._works[slot]
+        del works[at]
+        if not works:
+            del self._works[slot]
+        self._work_s[at] = 0.0
+        self._free_works.append(at)
+
+    def works(self) -> tuple[Floats, Ints]:
+        """Return the works of all nodes in seconds, and the slots of their nodes; some are 0."""
+        return self._work_s[: self._num_works], self._work_slot[: self._num_works]
+
+    def at(self, now_s: float) -> None:
+        """Let recent work fade to this time."""
+        self._fade = math.exp((self._unit_s - now_s) / RECENT_S)
+        if now_s - self._unit_s > _MOST_FADED_S:
+            self._recent *= self._fade
+            self._unit_s, self._fade = now_s, 1.0
+
+    def worked(self, node: Incarnation, work_s: float) -> None:
+        """Count work as given to a node now."""
+        self._recent[self.slot(node)] += work_s / self._fade
+
+    def recent_s(self) -> Floats:
+        """Return what is left of the recent work of each slot's node."""
+        return self._recent * self._fade
+
+    def forget_idle(self, *, keep: int) -> None:
+        """Drop nodes that have nothing, those with the least recent work first, until so many are left."""
+        idle = [node for node, slot in self._slots.items() if not self.requests[slot] and slot not in self._works]
+        idle.sort(key=lambda node: self._recent[self._slots[node]])
+        for node in idle[: max(0, len(self._slots) - keep)]:
+            slot = self._slots.pop(node)
+            self._nodes[slot] = None
+            for column in (self.requests, self.tokens, self.pages, self._recent):
+                column[slot] = 0
+            self._free.append(slot)
+            self.version += 1
+
+    def __getitem__(self, node: Incarnation) -> Load:
+        slot = self._slots[node]
+        works_s = tuple(self._works[slot].values()) if slot in self._works else ()
+        requests, tokens, pages = int(self.requests[slot]), int(self.tokens[slot]), int(self.pages[slot])
+        recent_s = float(self._recent[slot]) * self._fade
+        if not (works_s or requests or tokens or pages or recent_s):
+            raise KeyError(node)
+        return Load(requests, tokens, pages, works_s, recent_s)
+
+    def __iter__(self) -> Iterator[Incarnation]:
+        return iter([node for node in self._slots if self.get(node) is not None])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _make_room(self, slot: int) -> None:
+        if slot >= len(self.requests):
+            self.requests, self.tokens, self.pages = _longer(self.requests), _longer(self.tokens), _longer(self.pages)
+            self._recent = _longer(self._recent)
+
+
+def _longer(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.concatenate([column, np.zeros_like(column)])

@@ -1,0 +1,215 @@
+"""The few nodes of a large fleet that may be chosen: `placement.place` over them gives what it gives over all.
+
+Scores all nodes at once from columns, with the formulas of `score.py`, and keeps the best of each role and page layout
+for `place` to look at. A test compares the choice with that among all nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.core.types import Incarnation, Role
+from kvrelay.router.load_columns import LoadColumns
+from kvrelay.router.placement import Pair, place, refusal
+from kvrelay.router.score import CROWDING, EVENNESS, EVICTION, Question
+
+if TYPE_CHECKING:
+    from kvrelay.router.fleet import NodeView
+
+SMALL_FLEET = 48  # among so few nodes, all are looked at one by one
+_KEPT = 10  # of each role and layout; `place` tries the best 8 of each role together
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+_INTS = (
+    "ring_size", "max_model_len", "page_tokens", "total_pages", "free_pages", "active_requests", "queued_tokens",
+)  # fmt: skip
+_COSTS = (
+    "start_s", "token_s", "pair_s", "break_even_tokens", "relay_start_s", "relay_token_s", "step_s", "sequence_s",
+    "context_token_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows of one page layout."""
+
+    prefill: Ints
+    decode: Ints
+
+
+class Roster:
+    """The nodes of a fleet as of one heartbeat, also as columns. Only `update` changes it."""
+
+    def __init__(self, nodes: Sequence[NodeView]) -> None:
+        self.nodes = list(nodes)
+        self.row = {node.incarnation: row for row, node in enumerate(self.nodes)}
+        self.num_prefill = sum(node.role is Role.PREFILL for node in self.nodes)
+        self.block_tokens: dict[bytes, dict[Incarnation, int]] = {}  # of each node, by layout
+        for node in self.nodes:
+            self.block_tokens.setdefault(node.layout_fingerprint, {})[node.incarnation] = node.block_tokens
+        self._columns: _Columns | None = None
+
+    def update(self, node: NodeView) -> None:
+        """Take another cost or state of a node, whose role and layout are as they were."""
+        row = self.row[node.incarnation]
+        self.nodes[row] = node
+        if self._columns is not None:
+            self._columns.set_row(row, node)
+
+    def place(self, question: Question, loads: Sequence[LoadColumns]) -> Pair:
+        """Choose as `placement.place` does.
+
+        Args:
+            loads: they add up to those of the question.
+
+        Raises:
+            As `placement.place`.
+        """
+        if len(self.nodes) <= SMALL_FLEET:
+            return place(self.nodes, question)
+        if self._columns is None:
+            self._columns = _Columns(self.nodes)
+        few, refused = self._columns.shortlist(question, self._cached(question), loads)
+        if not few:
+            return place(self.nodes, question)  # it says why nothing is left
+        pair = place([self.nodes[row] for row in few], question)
+        return replace(pair, refused={**self._reasons(refused, question), **pair.refused})
+
+    def _cached(self, question: Question) -> Ints:
+        cached = np.zeros(len(self.nodes), np.int64)
+        for node, tokens in question.cached_tokens.items():
+            if (row := self.row.get(node)) is not None:
+                cached[row] = tokens
+        return cached
+
+    def _reasons(self, rows: Iterable[int], question: Question) -> dict[str, str]:
+        nodes = [self.nodes[row] for row in rows]
+        return {node.incarnation.name: why for node in nodes if (why := refusal(node, question)) is not None}
+
+
+class _Columns:
+    def __init__(self, nodes: Sequence[NodeView]) -> None:
+        self._nodes = [node.incarnation for node in nodes]
+        self._ints = {name: np.array([getattr(node, name) for node in nodes], np.int64) for name in _INTS}
+        self._cost = {name: np.array([getattr(node.cost, name) for node in nodes], float) for name in _COSTS}
+        self._draining = np.array([node.draining for node in nodes])
+        self._is_prefill = np.array([node.role is Role.PREFILL for node in nodes])
+        layouts = {node.layout_fingerprint: number for number, node in enumerate(nodes)}
+        layout = np.array([layouts[node.layout_fingerprint] for node in nodes])
+        self._groups = [
+            _Group(*(np.flatnonzero((layout == one) & is_role) for is_role in (self._is_prefill, ~self._is_prefill)))
+            for one in layouts.values()
+        ]
+        by_name = sorted(range(len(nodes)), key=lambda row: nodes[row].incarnation.name)
+        self._name_rank = np.empty(len(nodes), np.int64)
+        self._name_rank[by_name] = np.arange(len(nodes))
+        self._slots: dict[int, tuple[LoadColumns, int, Ints]] = {}  # by identity of the loads
+
+    def set_row(self, row: int, node: NodeView) -> None:
+        for name, ints in self._ints.items():
+            ints[row] = getattr(node, name)
+        for name, costs in self._cost.items():
+            costs[row] = getattr(node.cost, name)
+        self._draining[row] = node.draining
+
+    def shortlist(self, question: Question, cached: Ints, loads: Sequence[LoadColumns]) -> tuple[list[int], list[int]]:
+        """Return (rows that may be chosen, rows that cannot take the request)."""
+        ints = self._ints
+        usable = np.minimum(cached, question.prompt_tokens - 1) // ints["page_tokens"] * ints["page_tokens"]
+        wanted = np.where(self._is_prefill, question.prompt_tokens, question.total_tokens)
+        pages = -(-wanted // ints["page_tokens"])
+        takes = ~self._draining & (ints["max_model_len"] >= question.total_tokens) & (pages <= ints["total_pages"])
+        for row, node in enumerate(self._nodes) if question.avoid else ():
+            takes[row] &= node not in question.avoid
+        slots = [self._slots_of(one) for one in loads]
+        recent_s = self._sum([one.recent_s()[at] for one, at in zip(loads, slots, strict=True)])
+        prefill_s = self._prefill_s(question, usable, pages, loads, slots)
+        decode_s, must_evict = self._decode_s(question, usable, pages, loads, slots)
+        few: set[int] = set()
+        for group in self._groups:
+            prefill, decode = group.prefill[takes[group.prefill]], group.decode[takes[group.decode]]
+            if not len(prefill) or (question.needs_decode and not len(decode)):
+                continue
+            least = recent_s[prefill].min()
+            total_s = prefill_s[prefill] + EVENNESS * (recent_s[prefill] - least)
+            few.update(self._best(prefill, total_s, np.zeros(len(prefill), bool)))
+            few.add(int(prefill[recent_s[prefill].argmin()]))  # evenness is relative to it
+            if question.needs_decode:
+                few.update(self._best(decode, decode_s[decode], must_evict[decode]))
+        return sorted(few), np.flatnonzero(~takes).tolist()
+
+    def _best(self, rows: Ints, total_s: Floats, must_evict: Mask) -> list[int]:
+        """Return the first rows in the order of `Score.order`."""
+        micro = np.rint(total_s * 1e6)
+        if len(rows) > 4 * _KEPT:  # sort only what can be among the first
+            rank = micro + np.where(must_evict, 1e18, 0.0)
+            near = rank <= np.partition(rank, _KEPT)[_KEPT]
+            rows, micro, must_evict = rows[near], micro[near], must_evict[near]
+        order = np.lexsort((self._name_rank[rows], -self._ints["ring_size"][rows], micro, must_evict))
+        best: list[int] = rows[order[:_KEPT]].tolist()
+        return best
+
+    def _prefill_s(
+        self, question: Question, usable: Ints, pages: Ints, loads: Sequence[LoadColumns], slots: Sequence[Ints]
+    ) -> Floats:
+        """Return the sum of a prefill score's parts without evenness, for all rows."""
+        ints, cost = self._ints, self._cost
+        ring, tokens = ints["ring_size"], question.prompt_tokens - usable
+        alone = tokens * cost["token_s"] + (tokens * usable + tokens * tokens / 2) * cost["pair_s"]
+        even = np.where(cost["break_even_tokens"] == 0, question.long_prompt_tokens, cost["break_even_tokens"])
+        exchanges = even * cost["token_s"] + even * even / 2 * cost["pair_s"]
+        compute = cost["start_s"] + alone / ring + np.where(ring == 1, 0.0, (1 - 1 / ring) * exchanges)
+        ahead, ours = self._works(compute, loads, slots)
+        placed = self._sum([one.tokens[at] for one, at in zip(loads, slots, strict=True)])
+        queued_s = np.maximum(ints["queued_tokens"], placed) * cost["token_s"] / ring
+        wait = ahead + np.maximum(0.0, queued_s - ours)
+        eviction = np.where(ints["free_pages"] < pages, EVICTION * compute, 0.0)
+        total_s: Floats = wait + compute + CROWDING * compute + eviction
+        return total_s
+
+    def _works(self, compute: Floats, loads: Sequence[LoadColumns], slots: Sequence[Ints]) -> tuple[Floats, Floats]:
+        """Return what goes before a request of these compute times, and all work, per row in seconds."""
+        num = len(compute)
+        ahead, ours = np.zeros(num), np.zeros(num)
+        for one, at in zip(loads, slots, strict=True):
+            work_s, work_slot = one.works()
+            row_of = np.full(one.num_slots, num)
+            row_of[at] = np.arange(num)
+            row = row_of[work_slot]
+            ahead += np.bincount(row, np.minimum(work_s, np.append(compute, 0.0)[row]), num + 1)[:num]
+            ours += np.bincount(row, work_s, num + 1)[:num]
+        return ahead, ours
+
+    def _decode_s(
+        self, question: Question, usable: Ints, pages: Ints, loads: Sequence[LoadColumns], slots: Sequence[Ints]
+    ) -> tuple[Floats, Mask]:
+        ints, cost = self._ints, self._cost
+        placed = self._sum([one.requests[at] for one, at in zip(loads, slots, strict=True)])
+        active = np.maximum(ints["active_requests"], placed)
+        step = cost["step_s"] + (active + 1) * cost["sequence_s"] + question.total_tokens * cost["context_token_s"]
+        lacks = question.prompt_tokens - usable
+        relay = np.where(lacks > 0, cost["relay_start_s"] + lacks * cost["relay_token_s"], 0.0)
+        taken = self._sum([one.pages[at] for one, at in zip(loads, slots, strict=True)])
+        return relay + question.expected_output * step, ints["free_pages"] - taken < pages
+
+    def _sum(self, columns: Sequence[npt.NDArray[np.number]]) -> npt.NDArray[np.number]:
+        total: npt.NDArray[np.number] = np.zeros(len(self._nodes), np.int64)
+        for column in columns:
+            total = total + column
+        return total
+
+    def _slots_of(self, loads: LoadColumns) -> Ints:
+        known = self._slots.get(id(loads))
+        if known is None or known[0] is not loads or known[1] != loads.version:
+            if len(self._slots) > 8:  # of routers that are gone
+                self._slots.clear()
+            known = self._slots[id(loads)] = loads, loads.version, loads.slots(self._nodes)
+        return known[2]
