@@ -92,6 +92,9 @@ class _Child:
         progress = self._transport.poll(self._handles[number])
         return [type(progress).__name__, *asdict(progress).values()]
 
+    def route(self, peer: str) -> str:
+        return self._transport.route(peer)
+
     def release(self, number: int) -> None:
         self._transport.release(self._handles[number])
 

@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import IO, Any
 
 import torch
 from grpc import aio
@@ -69,7 +70,15 @@ def nodes_of(index_url: str) -> list[fleet_pb2.NodeRecord]:
 
 
 @contextmanager
-def prefill_node(folder: Path, *options: str, ring_size: int, index_url: str, name: str) -> Iterator[NodeProcess]:
+def prefill_node(
+    folder: Path,
+    *options: str,
+    ring_size: int,
+    index_url: str,
+    name: str,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    log: IO[str] | None = None,
+) -> Iterator[NodeProcess]:
     """Start a node and yield it when it says that it is ready; terminates it afterwards."""
     arguments = ["--model", str(folder), "--ring-size", str(ring_size), "--index-url", index_url, "--name", name]
     arguments += ["--dtype", "float32", "--pool-pages", "64", "--threads", "1", "--log-level", "warning"]
@@ -77,7 +86,8 @@ def prefill_node(folder: Path, *options: str, ring_size: int, index_url: str, na
     process = subprocess.Popen(
         [sys.executable, "-m", "kvrelay.prefill_node.app", *arguments],
         stdout=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=log,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(variables),
     )
     try:
         assert process.stdout is not None

@@ -67,6 +67,23 @@ def test_when_the_notice_is_in_all_bytes_are(pair: tuple[Party, Party]) -> None:
     assert wait_for(lambda: reader.landed(f"{32 * MIB}:{64 * MIB}")) == want
 
 
+def test_a_writer_knows_over_what_its_writes_go(pair: tuple[Party, Party], request: pytest.FixtureRequest) -> None:
+    writer, reader = pair
+    before = writer.route("nobody")
+
+    outcome(writer, writer.post("reader", [(0, 0, MIB)], "n"))
+    first = writer.route("reader")
+    writer.disconnect("reader")
+    writer.connect(**reader.address())
+    outcome(writer, writer.post("reader", [(0, 0, MIB)], "again"))
+
+    assert before == "" or writer.route("nobody") == before  # loopback has one for all
+    assert writer.route("reader") == first  # UCX says nothing of a second link like the first
+    kind = request.node.callspec.params["new_party"]
+    begins = {"loopback": ("sockets/",), "nixl-tcp": ("tcp/",), "nixl": ("cma/", "posix/", "sysv/", "xpmem/", "tcp/")}
+    assert first.startswith(begins[kind]), first
+
+
 def test_scattered_pieces_land_in_their_places(pair: tuple[Party, Party]) -> None:
     writer, reader = pair
     digests = [writer.fill(i * 100_000, 73_728, seed=i) for i in range(100)]

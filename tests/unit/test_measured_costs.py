@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvrelay.core.time_fit import TimeFit
-from kvrelay.core.types import Incarnation, Role
+from kvrelay.core.types import Incarnation, LinkState, Role
 from kvrelay.kv_transfer.link_meter import LinkMeter
 from kvrelay.prefill_node.published_cost import cost_of, links_of
 from kvrelay.proto.v1 import fleet_pb2
@@ -110,10 +110,17 @@ def test_a_link_is_measured_while_something_is_on_its_way_only() -> None:
 
 
 def test_links_are_of_all_ranks_and_say_what_a_token_takes() -> None:
-    (link,) = links_of({"d@000000000000002a/0": 1e9}, ring_size=2, token_bytes=31_104)
+    (link,) = links_of({"d@000000000000002a/0": LinkState(1e9, "cma/memory", True)}, ring_size=2, token_bytes=31_104)
 
     assert (link.peer, link.bytes_per_s) == ("d", 2e9)
     assert link.token_s == pytest.approx(31_104 / 2e9)
+    assert (link.route, link.is_unexpected) == ("cma/memory", False)
+
+
+def test_a_link_whose_speed_is_not_known_yet_says_its_route_and_no_time() -> None:
+    (link,) = links_of({"d@000000000000002a/0": LinkState(0.0, "tcp/eth0", False)}, ring_size=2, token_bytes=31_104)
+
+    assert (link.route, link.is_unexpected, link.token_s) == ("tcp/eth0", True, 0.0)
 
 
 def a_view(name: str, role: Role, **changes: object) -> NodeView:

@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 
 from kvrelay.core import telemetry
 from kvrelay.core.errors import SettingsError
-from kvrelay.core.types import Role, Usage
+from kvrelay.core.types import LinkState, Role, Usage
 from kvrelay.index.reader import Confidence
 from kvrelay.proto.node_metrics import COUNTERS, NodeMetrics
 from kvrelay.proto.v1 import common_pb2, fleet_pb2
@@ -55,7 +55,10 @@ def a_router() -> RouterMetrics:
 
 
 def a_node(clock: Clock | None = None) -> NodeMetrics:
-    links = {"decode-1@0000000000000007/0": 2e9}
+    links = {
+        "decode-1@0000000000000007/0": LinkState(2e9, "rc_mlx5/mlx5_0:1", is_expected=True),
+        "decode-2@0000000000000008/0": LinkState(0.0, "tcp/eth0", is_expected=False),
+    }
     return NodeMetrics(Role.DECODE, no_stats, asyncio.new_event_loop(), links=lambda: links, clock=clock or Clock())
 
 
@@ -66,6 +69,12 @@ def value(metrics: Iterator[Metric], name: str, **labels: str) -> float:
 
 def test_the_speed_of_a_link_is_named_by_the_peer_and_not_by_its_life() -> None:
     assert value(a_node().of(STATS), "kvrelay_relay_bytes_per_second", peer="decode-1") == 2e9
+
+
+def test_a_route_is_named_and_says_whether_it_is_expected() -> None:
+    seen = list(a_node().of(STATS))
+    assert value(iter(seen), "kvrelay_relay_route_expected", peer="decode-1", route="rc_mlx5/mlx5_0:1") == 1
+    assert value(iter(seen), "kvrelay_relay_route_expected", peer="decode-2", route="tcp/eth0") == 0
 
 
 def existing() -> set[str]:
@@ -144,7 +153,7 @@ def test_no_metric_names_a_request_or_a_client() -> None:
     families = [*a_router().registry.collect(), *a_node().of(STATS)]
     labels = {label for family in families for sample in family.samples for label in sample.labels}
 
-    assert labels <= {"role", "state", "part", "status", "confidence", "source", "reason", "le", "peer"}
+    assert labels <= {"role", "state", "part", "status", "confidence", "source", "reason", "le", "peer", "route"}
 
 
 def test_an_endpoint_serves_the_registry() -> None:

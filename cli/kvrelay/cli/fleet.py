@@ -81,6 +81,8 @@ def as_dict(record: fleet_pb2.NodeRecord) -> dict[str, Any]:
         "layout": record.layout_fingerprint.hex(),
         "cost": {field.name: value for field, value in record.cost.ListFields()},
         "links_gb_per_s": {link.peer: round(link.bytes_per_s / 1e9, 3) for link in record.links},
+        "links_over": {link.peer: link.route for link in record.links},
+        "links_unexpected": [link.peer for link in record.links if link.is_unexpected],
     }
 
 
@@ -89,17 +91,24 @@ def _print_table(nodes: Sequence[dict[str, Any]]) -> None:
     from rich.table import Table  # noqa: PLC0415
 
     table = Table(box=None, pad_edge=False)
-    for title in ("node", "role", "ring", "endpoint", "model", "dtype", "pages free", "active", "state"):
+    for title in ("node", "role", "ring", "endpoint", "model", "dtype", "pages free", "active", "state", "relays over"):
         right = title in ("ring", "pages free", "active")
         table.add_column(title, justify="right" if right else "left", no_wrap=True)
     for node in sorted(nodes, key=lambda one: (one["role"], one["name"])):
         table.add_row(
             node["name"], node["role"], str(node["ring_size"]), node["endpoint"], node["model"], node["dtype"],
             f"{node['free_pages']}/{node['total_pages']}", str(node["active_requests"]),
-            "draining" if node["draining"] else "serving",
+            "draining" if node["draining"] else "serving", _relays_over(node),
         )  # fmt: skip
     # A row that is too wide for a terminal goes on in its next line; a name cut short could not be typed in.
     Console(width=_TABLE_WIDTH).print(table)
+
+
+def _relays_over(node: dict[str, Any]) -> str:
+    """Return the routes of a node's links; ! marks one that is not expected."""
+    unexpected = {node["links_over"][peer] for peer in node["links_unexpected"]}
+    routes = sorted(set(node["links_over"].values()) - {""})
+    return ", ".join(f"{route} !" if route in unexpected else route for route in routes)
 
 
 def _failed(err: grpc.RpcError) -> int:

@@ -92,6 +92,11 @@ class NodeSettings(CommonSettings):
     tcp_port_range: str = Field(
         "", description="ports of the data plane (UCX_TCP_PORT_RANGE), for firewalls; empty = any"
     )
+    expected_transports: str = Field(
+        "",
+        pattern=r"^([a-z0-9_]+(,[a-z0-9_]+)*)?$",
+        description="UCX transports that relays should use, e.g. rc,cuda_ipc, else it is warned; empty = any but tcp",
+    )
     heartbeat_s: float = Field(
         2.0, gt=0, description="time between registry heartbeats; the record lives three of them"
     )

@@ -110,6 +110,15 @@ class PageRun:
     num_pages: int
 
 
+@dataclass(frozen=True, slots=True)
+class LinkState:
+    """What is known of the way to one peer of the data plane."""
+
+    bytes_per_s: float  # 0 = not known yet
+    route: str  # transports and devices, as rc_mlx5/mlx5_0:1; empty = not known yet
+    is_expected: bool  # the route is one that the operator expects
+
+
 @dataclass(slots=True)
 class Counters:
     """Monotonic counts by name, owned by one thread and read by any (a dict read is atomic)."""

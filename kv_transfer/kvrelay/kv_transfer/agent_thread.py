@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import ServeError, TransferError
-from kvrelay.core.types import Counters
+from kvrelay.core.types import Counters, LinkState
 from kvrelay.kv_transfer.landing import Expected, Landings
 from kvrelay.kv_transfer.link_meter import LinkMeter
 from kvrelay.kv_transfer.notice import NoticeKey
 from kvrelay.kv_transfer.outgoing import OnTransferEvents, Outgoing, Posting
 from kvrelay.kv_transfer.transport import Address, Transport
+from kvrelay.kv_transfer.ucx_log import is_expected
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class TransferThread:
         *,
         on_fatal: Callable[[], None],
         max_idle_peers: int = 256,
+        expected_routes: tuple[str, ...] = (),
         clock: Clock = monotonic,
     ) -> None:
         """Prepare the thread.
@@ -65,6 +67,7 @@ class TransferThread:
         Args:
             make_transport: called on the thread; the transport counts into what it is given.
             max_idle_peers: connections kept for the next hand-off to the same peer; peers that restart get new names.
+            expected_routes: transports that links should use, see `is_expected`; another one is warned of.
             on_fatal: called on the thread when it dies of a bug; the process should end with a new incarnation.
         """
         self.counters = Counters()
@@ -76,6 +79,7 @@ class TransferThread:
         self._outgoing: dict[str, Outgoing] = {}
         self._links: dict[str, LinkMeter] = {}
         self._max_idle_peers = max_idle_peers
+        self._expected_routes = expected_routes
         self._idle_peers: OrderedDict[str, None] = OrderedDict()  # connected, but no writer is open; oldest first
         self._landings = Landings(self.counters, clock)
         self._drains: list[_Drain] = []
@@ -110,9 +114,9 @@ class TransferThread:
     def address(self) -> Address:
         return self._started.result(0)
 
-    def link_speeds(self) -> dict[str, float]:
-        """Return the measured bytes per second to each peer, by the name of its agent. Any thread."""
-        return {peer: meter.bytes_per_s for peer, meter in list(self._links.items()) if meter.bytes_per_s > 0.0}
+    def links(self) -> dict[str, LinkState]:
+        """Return what is known of the link to each peer that was written to, by the name of its agent. Any thread."""
+        return {peer: meter.state for peer, meter in list(self._links.items()) if meter.route or meter.bytes_per_s}
 
     # ---- as a writer ----
 
@@ -224,6 +228,8 @@ class TransferThread:
 
     def _step_writer(self, transport: Transport, key: str, outgoing: Outgoing) -> bool:
         moved = outgoing.step(transport, self.counters)
+        if outgoing.has_landed:
+            self._note_route(transport, outgoing.peer, outgoing.meter)
         if outgoing.closed and not outgoing.busy:
             del self._outgoing[key]
             if all(other.peer != outgoing.peer for other in self._outgoing.values()):
@@ -236,6 +242,18 @@ class TransferThread:
                 del self._links[next(iter(self._links))]
             self._links[peer] = LinkMeter()
         return self._links[peer]
+
+    def _note_route(self, transport: Transport, peer: str, link: LinkMeter) -> None:
+        """Say once over what we write to a peer, and how fast; loudly when it is not what it should be."""
+        if not link.route and (route := transport.route(peer)):
+            link.route, link.is_expected = route, is_expected(route, self._expected_routes)
+            if not link.is_expected:
+                wanted = ", ".join(self._expected_routes) or "anything but TCP"
+                log.warning("writes to %s go over %s; expected is %s", peer, route, wanted)
+                self.counters.add("routes_unexpected_total")
+        if link.route and link.bytes_per_s and not link.was_told:
+            link.was_told = True
+            log.info("writes to %s go over %s at %.3g GB/s", peer, link.route, link.bytes_per_s / 1e9)
 
     def _note_idle(self, transport: Transport, last: Outgoing) -> None:
         """Keep the connection to a peer whose last writer has ended, if it is worth it."""

@@ -1,8 +1,10 @@
-"""How fast writes to one peer go: bytes over the time in which at least one was on its way."""
+"""How fast writes to one peer go: bytes over the time in which at least one was on its way; and over what."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from kvrelay.core.types import LinkState
 
 _LEAST_BYTES = 1 << 20  # what is smaller measures the start and not the link
 _GAIN = 0.2
@@ -13,10 +15,17 @@ class LinkMeter:
     """Owned by the transfer thread; `bytes_per_s` may be read by any."""
 
     bytes_per_s: float = 0.0  # 0 = not known yet
+    route: str = ""  # see `Transport.route`
+    is_expected: bool = True  # the route is
+    was_told: bool = False  # route and speed are in the log
     _in_flight: int = 0
     _since_s: float = 0.0
     _bytes: int = 0
     _busy_s: float = 0.0
+
+    @property
+    def state(self) -> LinkState:
+        return LinkState(self.bytes_per_s, self.route, self.is_expected)
 
     def posted(self, now_s: float) -> None:
         """A write is about to begin."""

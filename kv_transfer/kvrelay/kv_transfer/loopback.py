@@ -158,6 +158,9 @@ class LoopbackTransport:
         peer.outbox.append(memoryview(_HELLO.pack(len(name)) + name))
         return address.agent_name
 
+    def route(self, peer: str) -> str:
+        return "sockets/lo"
+
     def disconnect(self, peer: str) -> None:
         gone = self._outgoing.pop(peer, None)
         if gone is not None:

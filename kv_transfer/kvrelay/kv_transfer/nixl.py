@@ -7,6 +7,7 @@ What this file relies on was measured with NIXL 1.5.1 over tcp, shm and cma on C
   never deregistered: a target that unmaps memory a peer is writing to crashes.
 - A write of 8 bytes by the same agent, DONE, says that what it posted before can no longer land.
 - The progress thread burns a core per idle agent and is slower than polling each millisecond, so it is off.
+- Only UCX's log says which transport a link uses.
 - A dead peer raises instead of returning an error state; a stopped peer stays in progress for over a minute.
 """
 
@@ -35,6 +36,7 @@ from kvrelay.kv_transfer.transport import (
     Region,
     digest,
 )
+from kvrelay.kv_transfer.ucx_log import UcxLog, ucx_log
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +78,14 @@ class NixlTransport:
         Raises:
             TransferError: NIXL cannot start or refuses the memory.
         """
-        _configure_ucx(net_devices=net_devices, tcp_port_range=tcp_port_range)
+        self._log = _configure_ucx(net_devices=net_devices, tcp_port_range=tcp_port_range)
         self._errors = nixl_errors()
         self._agent = _new_agent(agent_name, self._errors)
         self._pool, self._cells, self._counters = pool, cells, counters
         self._free_cells = list(range(cells.num_cells))  # sources of our own fences
         self._peers: dict[str, Address] = {}
+        self._routes: dict[str, str] = {}
+        self._choices_before: dict[str, int] = {}  # of UCX, when a peer was connected whose route is not known yet
         for region in (pool, cells.region):
             kind = _kind(region)
             try:
@@ -101,9 +105,11 @@ class NixlTransport:
             return address.agent_name
         if address.agent_name == self._address.agent_name:  # NIXL knows it, and refuses its metadata
             self._peers[address.agent_name] = address
+            self._choices_before[address.agent_name] = 0  # it is chosen when the agent is made
             return address.agent_name
         if known is not None:
             self.disconnect(address.agent_name)  # NIXL refuses a name that it knows
+        self._choices_before[address.agent_name] = len(self._log.choices())
         try:
             loaded: Any = self._agent.add_remote_agent(address.metadata)
         except self._errors as err:
@@ -115,7 +121,29 @@ class NixlTransport:
         self._peers[name] = address
         return name
 
+    def route(self, peer: str) -> str:
+        if peer not in self._routes and peer in self._choices_before:
+            self._routes[peer] = self._find_route(peer)
+        return self._routes.get(peer, "")
+
+    def _find_route(self, peer: str) -> str:
+        """Return what UCX chose since the peer was connected; if nothing, it is like an earlier peer.
+
+        UCX names no peer, so when another one was connected meanwhile, or several before, it is one of theirs.
+        """
+        reaches = ("self",) if peer == self._address.agent_name else ("intra-node", "inter-node")
+        ours = [
+            choice.route if choice.reach in reaches and self._address.agent_name.startswith(choice.worker) else ""
+            for choice in self._log.choices()
+        ]
+        new = [route for route in ours[self._choices_before.pop(peer) :] if route]
+        if new and not self._choices_before:
+            return new[-1]  # what it chose before was for the time until all lanes are connected
+        return " or ".join(sorted({route for route in new or ours if route}))
+
     def disconnect(self, peer: str) -> None:
+        self._routes.pop(peer, None)
+        self._choices_before.pop(peer, None)
         if self._peers.pop(peer, None) is not None and peer != self._address.agent_name:
             self._forget(peer)
 
@@ -222,13 +250,13 @@ def _descriptors(region: Region, offsets: Any, sizes: Any) -> Any:
     return table
 
 
-def _configure_ucx(*, net_devices: str, tcp_port_range: str) -> None:
-    """Set what UCX reads when it is loaded, by the next import of NIXL."""
-    os.environ["UCX_LOG_FILE"] = "stderr"  # the default is stdout, which belongs to our ready line
+def _configure_ucx(*, net_devices: str, tcp_port_range: str) -> UcxLog:
+    """Set what UCX reads when it is loaded, by the next import of NIXL, and return its log."""
     if net_devices:
         os.environ["UCX_NET_DEVICES"] = net_devices
     if tcp_port_range:
         os.environ["UCX_TCP_PORT_RANGE"] = tcp_port_range
+    return ucx_log()
 
 
 def nixl_errors() -> tuple[type[Exception], ...]:

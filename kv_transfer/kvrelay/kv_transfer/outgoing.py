@@ -43,6 +43,7 @@ class Outgoing:
     meter: LinkMeter = field(default_factory=LinkMeter)  # of the link to the peer, which other writers share
     clock: Clock = monotonic
     failure: str | None = None
+    has_landed: bool = False  # some write has
     closed: bool = False  # nobody will ask for anything any more
     _waiting: deque[Posting] = field(default_factory=deque)
     _in_flight: list[Handle] = field(default_factory=list)
@@ -103,6 +104,7 @@ class Outgoing:
             progress = transport.poll(handle)
             if isinstance(progress, Done):
                 counters.add("bytes_written_total", progress.num_bytes)
+                self.has_landed = True
                 self.meter.ended(progress.num_bytes, self.clock())
             elif isinstance(progress, Failed):
                 counters.add("parts_failed_total")

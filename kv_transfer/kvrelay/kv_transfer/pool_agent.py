@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,8 +15,11 @@ from kvrelay.kv_transfer.fence_cells import HostCells, TensorCells
 from kvrelay.kv_transfer.local import DeviceSums, LocalPool
 from kvrelay.kv_transfer.self_relay import prove_relay
 from kvrelay.kv_transfer.transport import Cells, Region, Transport, agent_name
+from kvrelay.kv_transfer.ucx_log import is_expected
 from kvrelay.kvcache.checksum import pool_checksum, start_pool_checksum
 from kvrelay.kvcache.pool import LatentPool
+
+log = logging.getLogger(__name__)
 
 
 def local_pool(pool: LatentPool) -> LocalPool:
@@ -46,6 +50,7 @@ def start_agent(
     cells: Cells = HostCells(num_cells)
     if pool.device.type == "cuda":
         cells = TensorCells(torch.zeros(num_cells, dtype=torch.int64, device=pool.device))
+    expected = tuple(settings.expected_transports.split(",")) if settings.expected_transports else ()
     device_id = pool.device.index if pool.device.type == "cuda" else -1
     region = Region(pool.address, pool.num_bytes, device_id)
 
@@ -62,10 +67,18 @@ def start_agent(
             net_devices=settings.net_devices,
             tcp_port_range=settings.tcp_port_range,
         )
-        prove_relay(transport, pool)
+        _say_own_route(transport.address().agent_name, prove_relay(transport, pool), expected)
         counters.values.clear()  # that page was nobody's
         return transport
 
-    transfer = TransferThread(make, on_fatal=on_fatal)
+    transfer = TransferThread(make, on_fatal=on_fatal, expected_routes=expected)
     transfer.start()
     return transfer, cells
+
+
+def _say_own_route(name: str, route: str, expected: tuple[str, ...]) -> None:
+    """Warn when even within this process bytes go over TCP: then they do so to every peer."""
+    if is_expected(route, ()) or "tcp" in expected:
+        log.info("%s has relayed a page to itself over %s", name, route)
+    else:
+        log.warning("%s relays over %s, even to itself; expected is shared memory, NVLink or RDMA", name, route)

@@ -18,10 +18,11 @@ _TIMEOUT_S = 20.0  # the first write also makes the connection
 _POLL_S = 0.001
 
 
-def prove_relay(transport: Transport, pool: LatentPool, *, clock: Clock = monotonic) -> None:
+def prove_relay(transport: Transport, pool: LatentPool, *, clock: Clock = monotonic) -> str:
     """Write the first page of the first layer over the last page of the last one and compare; then zero both.
 
-    Call it on the thread that owns the transport, before anything lies in the pool.
+    Return over what it went, see `Transport.route`. Call it on the thread that owns the transport, before anything lies
+    in the pool.
 
     Raises:
         TransferError: the write failed, took too long, was not announced, or other bytes landed.
@@ -41,6 +42,7 @@ def prove_relay(transport: Transport, pool: LatentPool, *, clock: Clock = monoto
         )
         if checksum([(target, layout.page_bytes)]) != wanted:
             raise TransferError(f"{name} relayed a page to itself and other bytes landed")
+        return transport.route(name)
     finally:
         transport.disconnect(name)
         for page in pages:

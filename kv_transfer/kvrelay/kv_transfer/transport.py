@@ -131,6 +131,13 @@ class Transport(Protocol):
         """
         ...
 
+    def route(self, peer: str) -> str:
+        """Return over which transports and devices writes to a peer go, as far as is known once one has ended.
+
+        Empty = not known; "a or b" = one of these.
+        """
+        ...
+
     def disconnect(self, peer: str) -> None:
         """Forget a peer. Writes in flight to it still land: this is no fence."""
         ...

@@ -111,7 +111,7 @@ async def serve(
             return None  # so that nobody is sent here
         now = _record(settings, facts, leader, servicer, endpoint, sum(rank.num_pages for rank in ranks))
         chunk_tokens = settings.chunk_tokens_on(loaded.device.type)
-        add_measured(now, leader.chunk_times.fitted, transfer.link_speeds(), chunk_tokens=chunk_tokens, layout=layout)
+        add_measured(now, leader.chunk_times.fitted, transfer.links(), chunk_tokens=chunk_tokens, layout=layout)
         return now
 
     registration = LeaseThread(
@@ -125,7 +125,7 @@ async def serve(
     )
     progress = _progress(leader, transfer, registration, limit_s=settings.stuck_after_s)
     registry = CollectorRegistry()
-    registry.register(NodeMetrics(Role.PREFILL, servicer.stats, loop, links=transfer.link_speeds))
+    registry.register(NodeMetrics(Role.PREFILL, servicer.stats, loop, links=transfer.links))
     metrics = telemetry.serve(settings.metrics_listen, registry)
     await published.start()
     await server.set_serving(True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.time_fit import Fitted
+from kvrelay.core.types import LinkState
 from kvrelay.kv_transfer.transport import node_name
 from kvrelay.proto.v1 import fleet_pb2
 
@@ -13,7 +14,7 @@ from kvrelay.proto.v1 import fleet_pb2
 def add_measured(
     record: fleet_pb2.NodeRecord,
     fitted: Fitted | None,
-    speeds: Mapping[str, float],
+    links: Mapping[str, LinkState],
     *,
     chunk_tokens: int,
     layout: PageLayout,
@@ -22,7 +23,7 @@ def add_measured(
     if fitted is not None:
         record.cost.CopyFrom(cost_of(fitted, ring_size=record.ring_size, chunk_tokens=chunk_tokens))
     token_bytes = layout.row_bytes * layout.num_layers
-    record.links.extend(links_of(speeds, ring_size=record.ring_size, token_bytes=token_bytes))
+    record.links.extend(links_of(links, ring_size=record.ring_size, token_bytes=token_bytes))
 
 
 def cost_of(fitted: Fitted, *, ring_size: int, chunk_tokens: int) -> fleet_pb2.NodeCost:
@@ -36,15 +37,18 @@ def cost_of(fitted: Fitted, *, ring_size: int, chunk_tokens: int) -> fleet_pb2.N
     )
 
 
-def links_of(speeds: Mapping[str, float], *, ring_size: int, token_bytes: int) -> list[fleet_pb2.Link]:
+def links_of(states: Mapping[str, LinkState], *, ring_size: int, token_bytes: int) -> list[fleet_pb2.Link]:
     """Return the links to each decode node.
 
     Args:
-        speeds: bytes per second of rank 0, by the name of the peer's agent; the ranks write side by side.
+        states: of rank 0, by the name of the peer's agent; the ranks write side by side.
         token_bytes: that one relayed token has in all layers.
     """
     links = []
-    for agent, bytes_per_s in speeds.items():
-        together = bytes_per_s * ring_size
-        links.append(fleet_pb2.Link(peer=node_name(agent), bytes_per_s=together, token_s=token_bytes / together))
+    for agent, state in states.items():
+        together = state.bytes_per_s * ring_size
+        link = fleet_pb2.Link(peer=node_name(agent), route=state.route, is_unexpected=not state.is_expected)
+        if together:
+            link.bytes_per_s, link.token_s = together, token_bytes / together
+        links.append(link)
     return links

@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
-from prometheus_client.core import Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.telemetry import counter, gauge
-from kvrelay.core.types import Role
+from kvrelay.core.types import LinkState, Role
 from kvrelay.proto.v1 import common_pb2
 
 _TIMEOUT_S = 4.0
@@ -29,6 +29,10 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "resident_tokens": ("kvrelay_resident_tokens_total", "Prompt tokens that decode had and that were not relayed"),
     "parts_posted_total": ("kvrelay_parts_posted_total", "Parts handed to the transport"),
     "parts_failed_total": ("kvrelay_parts_failed_total", "Parts that the transport failed to write"),
+    "routes_unexpected_total": (
+        "kvrelay_relay_routes_unexpected_total",
+        "Peers that were written to over other transports than expected, by any rank",
+    ),
     "parts_verified_total": ("kvrelay_parts_verified_total", "Parts whose checksum was right"),
     "parts_corrupt_total": ("kvrelay_parts_corrupt_total", "Parts whose checksum was wrong"),
     "notices_stale_total": ("kvrelay_notices_stale_total", "Notices of an older life, attempt or reservation"),
@@ -52,10 +56,10 @@ class NodeMetrics:
         stats: Callable[[], Awaitable[common_pb2.NodeStats]],
         loop: asyncio.AbstractEventLoop,
         *,
-        links: Callable[[], Mapping[str, float]] = dict,
+        links: Callable[[], Mapping[str, LinkState]] = dict,
         clock: Clock = monotonic,
     ) -> None:
-        """`stats` runs on `loop`; `links` returns bytes per second to each peer, by the name of its agent."""
+        """`stats` runs on `loop`; `links` returns what is known of each peer, by the name of its agent."""
         self._role = role.value
         self._stats = stats
         self._loop = loop
@@ -86,11 +90,21 @@ class NodeMetrics:
         age_s = self._quarantine_age_s(stats.quarantined_pages)
         yield gauge("kvrelay_quarantine_age_seconds", text, {"": age_s}, role=role)
         text = "Measured speed of the data plane to a peer; of a ring, that of its first rank"
-        speeds = {agent.partition("@")[0]: speed for agent, speed in self._links().items()}
+        links = {agent.partition("@")[0]: state for agent, state in self._links().items()}
+        speeds = {peer: state.bytes_per_s for peer, state in links.items() if state.bytes_per_s}
         yield gauge("kvrelay_relay_bytes_per_second", text, speeds, label="peer", role=role)
+        yield self._routes(links)
         for name, (metric, text) in COUNTERS.items():
             if name in stats.counters:
                 yield counter(metric, text, stats.counters[name], role=role)
+
+    def _routes(self, links: Mapping[str, LinkState]) -> Metric:
+        text = "1 for the transports that writes to a peer go over, 0 when others were expected"
+        found = GaugeMetricFamily("kvrelay_relay_route_expected", text, labels=["role", "peer", "route"])
+        for peer, state in links.items():
+            if state.route:
+                found.add_metric([self._role, peer, state.route], float(state.is_expected))
+        return found
 
     async def _ask(self) -> common_pb2.NodeStats:
         return await self._stats()

@@ -178,22 +178,30 @@ class Link(_message.Message):
     PEER_FIELD_NUMBER: _builtins.int
     BYTES_PER_S_FIELD_NUMBER: _builtins.int
     TOKEN_S_FIELD_NUMBER: _builtins.int
+    ROUTE_FIELD_NUMBER: _builtins.int
+    IS_UNEXPECTED_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     """Name of the node at the other end."""
     bytes_per_s: _builtins.float
     """Of all ranks together, while something was on its way."""
     token_s: _builtins.float
     """Time on this link of one prompt token that decode lacks."""
+    route: _builtins.str
+    """Transports and devices that writes go over, as rc_mlx5/mlx5_0:1; empty = not known yet."""
+    is_unexpected: _builtins.bool
+    """The route is not one that the node was told to expect."""
     def __init__(
         self,
         *,
         peer: _builtins.str = ...,
         bytes_per_s: _builtins.float = ...,
         token_s: _builtins.float = ...,
+        route: _builtins.str = ...,
+        is_unexpected: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "peer", b"peer", "token_s", b"token_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "is_unexpected", b"is_unexpected", "peer", b"peer", "route", b"route", "token_s", b"token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
