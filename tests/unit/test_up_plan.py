@@ -54,6 +54,28 @@ def test_every_process_has_its_own_name_and_log() -> None:
     assert len({command.log for command in commands}) == 5
 
 
+@pytest.mark.parametrize(
+    ("rings", "num_gpus", "devices"),
+    [
+        ("1", 0, [None, None, None, None]),
+        ("1", 1, [None, None, None, None]),
+        ("1", 2, [None, "cuda:0", "cuda:1", "cuda:0"]),
+        ("1", 4, [None, "cuda:0", "cuda:1", "cuda:2"]),
+        ("2", 2, [None, None, "cuda:0", "cuda:1"]),
+        ("2", 4, [None, None, "cuda:2", "cuda:3"]),
+    ],
+)
+def test_nodes_of_one_process_take_the_gpus_behind_those_of_the_ring(
+    rings: str, num_gpus: int, devices: list[str | None]
+) -> None:
+    plan = a_plan("--ring-size", rings, "--decode", "2")
+
+    commands = commands_of(plan, index_url="redis://h:1", num_cores=2, run_folder=Path(), num_gpus=num_gpus)
+
+    assert [next(iter(command.defaults.values()), None) for command in commands] == devices
+    assert {name for one in commands for name in one.defaults} <= {"KVRELAY_PREFILL_DEVICE", "KVRELAY_DECODE_DEVICE"}
+
+
 def test_names_differ_between_clusters_that_share_an_index() -> None:
     commands = commands_of(a_plan("--index", "redis://h:1"), index_url="redis://h:1", num_cores=2, run_folder=Path())
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,7 @@ class Command:
     role: str
     options: list[str]
     log: Path
+    defaults: Mapping[str, str] = field(default_factory=dict)  # environment; what the user has set goes before
 
 
 @dataclass(slots=True)
@@ -58,6 +60,7 @@ async def start(command: Command) -> tuple[Child, asyncio.Task[None]]:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvrelay.cli.child", str(os.getpid()), command.role, *command.options,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=log,
+            env={**command.defaults, **os.environ},
             start_new_session=True,  # Ctrl-C in the terminal reaches `up` alone, which then drains
         )  # fmt: skip
     child = Child(command, process)

@@ -15,8 +15,8 @@ import psutil
 from kvrelay.core.errors import ModelLoadError, ServeError
 
 
-def check(model: str, *, dtype: str, num_processes: int) -> None:
-    """Return when `num_processes` copies of the weights fit.
+def check(model: str, *, dtype: str, num_processes: int) -> int:
+    """Return the number of GPUs here, when `num_processes` copies of the weights fit.
 
     Raises:
         ModelLoadError: they do not, with the bytes needed and free; or the checkpoint is missing or damaged.
@@ -25,6 +25,7 @@ def check(model: str, *, dtype: str, num_processes: int) -> None:
     done = subprocess.run(asked, capture_output=True, text=True, check=False)  # noqa: S603 - our own module
     if done.returncode != 0:
         raise ModelLoadError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "cannot read the model")
+    return int(done.stdout)
 
 
 def _main(model: str, dtype: str, num_processes: int) -> None:
@@ -44,6 +45,7 @@ def _main(model: str, dtype: str, num_processes: int) -> None:
             f"{model} does not fit: {num_processes} processes need {one * num_processes} bytes for weights "
             f"({one} each), {free} are free"
         )
+    print(torch.cuda.device_count())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 from pathlib import Path
 
 from kvrelay.cli import fit
@@ -53,8 +53,8 @@ def run(options: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; return 0 after a drain, 1 when the cluster cannot go on."""
     plan = plan_of(options)
     _refuse_taken_address(plan.listen)
-    fit.check(plan.model, dtype=plan.dtype, num_processes=plan.num_computing)
-    return asyncio.run(_serve(plan, Path(tempfile.mkdtemp(prefix="kvrelay-"))))
+    num_gpus = fit.check(plan.model, dtype=plan.dtype, num_processes=plan.num_computing)
+    return asyncio.run(_serve(plan, Path(tempfile.mkdtemp(prefix="kvrelay-")), num_gpus))
 
 
 def plan_of(options: argparse.Namespace) -> UpPlan:
@@ -82,28 +82,36 @@ def plan_of(options: argparse.Namespace) -> UpPlan:
     )
 
 
-def commands_of(plan: UpPlan, *, index_url: str, num_cores: int, run_folder: Path) -> list[Command]:
-    """Return the processes to start. Node names are unique per machine when the index is shared with others."""
+def commands_of(plan: UpPlan, *, index_url: str, num_cores: int, run_folder: Path, num_gpus: int = 0) -> list[Command]:
+    """Return the processes to start. Node names are unique per machine when the index is shared with others.
+
+    Nodes of one process take the GPUs in turn; a ring of several takes the first ones, one per rank.
+    """
     suffix = "" if plan.index == "embedded" else f"-{socket.gethostname()}-{os.getpid()}"
     # The only router of such a cluster leaves first, and knows of a drain before the node does: no time to tell others.
     alone = ["--lame-duck-s", "0"] if plan.index == "embedded" else []
     node = ["--model", plan.model, "--dtype", plan.dtype, "--threads", str(plan.threads(num_cores)), *plan.node_options]
 
-    def command(role: str, number: int | None, options: list[str]) -> Command:
+    def command(role: str, number: int | None, options: list[str], gpu: int | None = None) -> Command:
         name = role + ("" if number is None else f"-{number}") + suffix
-        return Command(
-            name, role, ["--name", name, "--index-url", index_url, *alone, *options], run_folder / f"{name}.log"
-        )
+        defaults = {}
+        if gpu is not None and num_gpus > 1:
+            defaults[f"KVRELAY_{role.upper()}_DEVICE"] = f"cuda:{gpu % num_gpus}"
+        options = ["--name", name, "--index-url", index_url, *alone, *options]
+        return Command(name, role, options, run_folder / f"{name}.log", defaults)
 
+    ends = list(accumulate(plan.ring_sizes))
     prefill = [
-        command("prefill", number, ["--ring-size", str(size), *node, *plan.prefill_options])
-        for number, size in enumerate(plan.ring_sizes)
+        command(
+            "prefill", number, ["--ring-size", str(size), *node, *plan.prefill_options], end - 1 if size == 1 else None
+        )
+        for number, (size, end) in enumerate(zip(plan.ring_sizes, ends, strict=True))
     ]
-    decode = [command("decode", number, node) for number in range(plan.num_decode)]
+    decode = [command("decode", number, node, ends[-1] + number) for number in range(plan.num_decode)]
     return [command("router", None, ["--listen", plan.listen, "--model", plan.model]), *prefill, *decode]
 
 
-async def _serve(plan: UpPlan, run_folder: Path) -> int:
+async def _serve(plan: UpPlan, run_folder: Path, num_gpus: int) -> int:
     say, stop = _speaker(), StopSignals(asyncio.get_running_loop())
     num_cores = len(os.sched_getaffinity(0))
     say(
@@ -114,7 +122,7 @@ async def _serve(plan: UpPlan, run_folder: Path) -> int:
     supervisor = Supervisor(say)
     try:
         index.start()
-        commands = commands_of(plan, index_url=index.url, num_cores=num_cores, run_folder=run_folder)
+        commands = commands_of(plan, index_url=index.url, num_cores=num_cores, run_folder=run_folder, num_gpus=num_gpus)
         work = asyncio.create_task(_run(plan, supervisor, commands, say))
         asked = asyncio.create_task(stop.wait())
         await asyncio.wait({work, asked}, return_when=asyncio.FIRST_COMPLETED)
