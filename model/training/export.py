@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from network import Network
 from safetensors.torch import load_file, save_file
-from shape import Shape, hf_config
+from shape import hf_config, shape_of
 from torch import Tensor
 
 _STACKED = {"experts_gate": "gate_proj", "experts_up": "up_proj", "experts_down": "down_proj"}
@@ -37,8 +37,9 @@ def export(network: Network, folder: Path, *, bos: int, eos: int) -> None:
     save_file(published_state(network), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_published(shape: Shape, folder: Path) -> Network:
+def load_published(folder: Path) -> Network:
     """Return the network of a folder that export() wrote, in fp32."""
+    shape = shape_of(json.loads((folder / "config.json").read_text()))
     network = Network(shape)
     stored = load_file(folder / "model.safetensors")
     own: dict[str, Tensor] = {}

@@ -46,20 +46,40 @@ def task_ids(task: RecallTask, tokenizer: Tokenizer) -> tuple[list[int], list[in
     return ids, [*tokenizer.encode(task.answer, add_special_tokens=False).ids, id_of(tokenizer, EOS)]
 
 
+def recall_cell(
+    tokenizer: Tokenizer, filler: str, *, length: int, depth: float, samples: int, seed: int
+) -> list[tuple[list[int], list[int]]]:
+    """Return (prompt ids, answer ids) of one cell of the grid; a larger `samples` only adds to the end."""
+    tasks = make_grid(
+        filler=filler, encode=_encoder(tokenizer), lengths=[length], depths=[depth], samples=samples, seed=seed
+    )
+    return [task_ids(task, tokenizer) for task in tasks]
+
+
 @torch.no_grad()
-def answers_right(network: Network, batch: Sequence[tuple[list[int], list[int]]], *, yarn: bool) -> list[bool]:
+def answers_right(
+    network: Network, prompts: Sequence[tuple[list[int], list[int]]], *, yarn: bool, tokens_per_batch: int = 131_072
+) -> list[bool]:
+    """Return for each (prompt ids, answer ids) whether greedy decoding gives the answer; prompts go in batches."""
+    size = max(1, tokens_per_batch // max((len(prompt) for prompt, _ in prompts), default=1))
+    batches = (prompts[first : first + size] for first in range(0, len(prompts), size))
+    return [right for batch in batches for right in _batch_right(network, batch, yarn=yarn)]
+
+
+def _batch_right(network: Network, batch: Sequence[tuple[list[int], list[int]]], *, yarn: bool) -> list[bool]:
     device = next(network.parameters()).device
     longest = max(len(prompt) + len(answer) for prompt, answer in batch)
-    rows = torch.zeros(len(batch), longest, dtype=torch.int64, device=device)
-    for row, (prompt, answer) in zip(rows, batch, strict=True):
-        row[: len(prompt) + len(answer)] = torch.tensor(prompt + answer, device=device)
-    hidden = network.hidden(rows[:, :-1], yarn=yarn)
-    right = []
-    for row, states, (prompt, answer) in zip(rows, hidden, batch, strict=True):
-        where = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
-        guess: Tensor = F.linear(states[where], network.embed_tokens.weight).argmax(-1)
-        right.append(bool((guess == row[len(prompt) : len(prompt) + len(answer)]).all()))
-    return right
+    ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+    where = torch.zeros(len(batch), longest - 1, dtype=torch.bool)
+    for index, (prompt, answer) in enumerate(batch):
+        ids[index, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+        where[index, len(prompt) - 1 : len(prompt) + len(answer) - 1] = True
+    ids, where = ids.to(device), where.to(device)
+    states = network.hidden(ids[:, :-1], yarn=yarn)[where]  # those that predict a token of an answer
+    wrong = F.linear(states, network.embed_tokens.weight).argmax(-1) != ids[:, 1:][where]
+    rows = where.nonzero()[:, 0]
+    misses: Tensor = torch.zeros(len(batch), dtype=torch.int64, device=device).index_add(0, rows, wrong.long())
+    return [count == 0 for count in misses.tolist()]
 
 
 def measure_recall(
@@ -71,18 +91,14 @@ def measure_recall(
     samples: int,
     yarn: bool,
     seed: int = 0,
-    tokens_per_batch: int = 131_072,
 ) -> dict[str, list[float]]:
     """Return, for each length, the share of right answers at each of DEPTHS."""
-    encode = _encoder(tokenizer)
-    result = {}
-    for length in lengths:
-        tasks = make_grid(filler=filler, encode=encode, lengths=[length], depths=DEPTHS, samples=samples, seed=seed)
-        pairs = [task_ids(task, tokenizer) for task in tasks]
-        size = max(1, tokens_per_batch // length)
-        right = [r for i in range(0, len(pairs), size) for r in answers_right(network, pairs[i : i + size], yarn=yarn)]
-        result[str(length)] = [sum(right[i : i + samples]) / samples for i in range(0, len(right), samples)]
-    return result
+
+    def share(length: int, depth: float) -> float:
+        cell = recall_cell(tokenizer, filler, length=length, depth=depth, samples=samples, seed=seed)
+        return sum(answers_right(network, cell, yarn=yarn)) / samples
+
+    return {str(length): [share(length, depth) for depth in DEPTHS] for length in lengths}
 
 
 def _encoder(tokenizer: Tokenizer):  # type: ignore[no-untyped-def]

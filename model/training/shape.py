@@ -1,6 +1,6 @@
 """The architecture of the embedded model, and its config.json."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 
@@ -56,14 +56,14 @@ SMOKE = replace(
 
 def hf_config(shape: Shape, *, bos: int, eos: int) -> dict[str, Any]:
     """Return config.json as DeepSeek publishes it (rope_scaling spelling)."""
-    fields = asdict(shape)
-    window = fields.pop("train_window_tokens")
-    factor = fields.pop("yarn_factor")
+    sizes = asdict(shape)
+    window = sizes.pop("train_window_tokens")
+    factor = sizes.pop("yarn_factor")
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
         "torch_dtype": "bfloat16",
-        **fields,
+        **sizes,
         "num_key_value_heads": shape.num_attention_heads,
         "n_group": 1,
         "topk_group": 1,
@@ -91,3 +91,10 @@ def hf_config(shape: Shape, *, bos: int, eos: int) -> dict[str, Any]:
         "eos_token_id": eos,
         "use_cache": True,
     }
+
+
+def shape_of(config: dict[str, Any]) -> Shape:
+    """Return the shape that hf_config() wrote."""
+    yarn = config["rope_scaling"]
+    sizes = {field.name: config[field.name] for field in fields(Shape) if field.name in config}
+    return Shape(**sizes, train_window_tokens=yarn["original_max_position_embeddings"], yarn_factor=yarn["factor"])

@@ -65,7 +65,7 @@ def test_the_exported_file_gives_the_same_logits_in_training_and_in_serving(expo
     ids = some_ids(SMOKE.train_window_tokens + 44)  # beyond the training window: YaRN counts
 
     with torch.no_grad():
-        theirs = load_published(SMOKE, exported)(torch.tensor([ids]), yarn=True)[0]
+        theirs = load_published(exported)(torch.tensor([ids]), yarn=True)[0]
 
     assert theirs.std() > 0.3
     torch.testing.assert_close(our_logits(exported, ids), theirs, atol=2e-4, rtol=1e-4)
