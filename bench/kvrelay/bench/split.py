@@ -27,7 +27,7 @@ import torch
 
 from kvrelay.bench import gaps, local_cluster, mixed_node, random_checkpoint, report, split_client
 from kvrelay.bench.device_rates import short_name
-from kvrelay.bench.pairs import Split
+from kvrelay.bench.pairs import Timed
 from kvrelay.bench.random_model import SHAPES
 from kvrelay.core.errors import SettingsError
 from kvrelay.core.settings import load
@@ -123,15 +123,17 @@ class Bench:
 
     def hand_off(self, tokens: int, pairs: int) -> dict[str, Any]:
         """Return, per pair, the first and second token of the cluster and of one mixed node; they take turns."""
-        measured = []
+        measured: list[tuple[Timed, Timed]] = []
+        all_parts: list[dict[str, float]] = []  # as the router saw them, warm-up included
         grpc_options = [("grpc.max_send_message_length", MESSAGE_BYTES)]
         with grpc.insecure_channel(self._endpoint, options=grpc_options) as channel:
-            split = Split(channel)
             for number in range(-min(WARM_UP_PAIRS, (pairs + 1) // 2), pairs):
                 prompt = self._prompt(tokens, 0, number + WARM_UP_PAIRS)
 
                 def through_cluster(prompt: Ids = prompt) -> Any:
-                    return split.generate(prompt.tolist(), 2)
+                    timed, parts = split_client.answer(channel, prompt, 2)
+                    all_parts.append(parts)
+                    return timed
 
                 def on_one_node(prompt: Ids = prompt) -> Any:
                     return self._mixed[0].answer(mixed_node.Answer(prompt, 2))
@@ -146,6 +148,9 @@ class Bench:
             "exposed_over_ttft": round(statistics.median(exposed), 5),
             "ttft": report.paired([ours.at_s[0] for ours, _ in measured], [one.at_s[0] for _, one in measured]),
             "second_token": report.paired([ours.at_s[1] for ours, _ in measured], [one.at_s[1] for _, one in measured]),
+            "router_ms": {
+                name: round(statistics.median(one[name] for one in all_parts[-pairs:]), 3) for name in all_parts[0]
+            },
             "equal_answers": sum(ours.token_ids == one.token_ids for ours, one in measured),
             "pairs_ms": [
                 [round(at_s * 1e3, 3) for at_s in (*ours.at_s, *one.at_s)] for ours, one in measured

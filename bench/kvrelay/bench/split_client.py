@@ -7,10 +7,12 @@ import gc
 import time
 from collections.abc import Sequence
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
 from kvrelay.bench.gaps import Beside
+from kvrelay.bench.pairs import Timed
 from kvrelay.core.errors import UnavailableError
 from kvrelay.proto import convert
 from kvrelay.proto.server import connect
@@ -28,6 +30,22 @@ def request_of(prompt: Ids, num_tokens: int) -> inference_pb2.GenerateRequest:
         sampling=common_pb2.Sampling(max_tokens=num_tokens, ignore_eos=True),
         service_class=inference_pb2.SERVICE_CLASS_BATCH,
     )
+
+
+def answer(channel: grpc.Channel, prompt: Ids, num_tokens: int) -> tuple[Timed, dict[str, float]]:
+    """Return when each token of one request came, and where the time went as the router saw it, in ms."""
+    request = request_of(prompt, num_tokens)
+    ids: list[int] = []
+    at_s: list[float] = []
+    split = inference_pb2.TimeSplit()
+    began_s = time.perf_counter()
+    for event in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=_REQUEST_S):
+        now_s = time.perf_counter() - began_s
+        ids += event.tokens.token_ids
+        at_s += [now_s] * len(event.tokens.token_ids)
+        if event.HasField("finished"):
+            split = event.finished.time
+    return Timed(tuple(ids), tuple(at_s)), {field.name: getattr(split, field.name) for field in split.DESCRIPTOR.fields}
 
 
 class _Stream:
