@@ -101,6 +101,7 @@ class PlayedDecode(decode_pb2_grpc.DecodeNodeServicer):
     refuse: Callable[[], ServeError] | None = None
     die_after: int | None = None
     dies_before_done: bool = False
+    computes: bool = False  # the rest of the prompt itself, when it may
     reserved: list[decode_pb2.ReserveRequest] = field(default_factory=list)
     aborts: list[common_pb2.AbortRequest] = field(default_factory=list)
 
@@ -110,7 +111,8 @@ class PlayedDecode(decode_pb2_grpc.DecodeNodeServicer):
                 raise self.refuse()
         self.reserved.append(request)
         epoch = common_pb2.Epoch(decode=request.node, counter=len(self.reserved))
-        return decode_pb2.ReserveReply(ticket=handoff_pb2.Ticket(epoch=epoch, request=request.request))
+        ticket = handoff_pb2.Ticket(epoch=epoch, request=request.request)
+        return decode_pb2.ReserveReply(ticket=ticket, computes=self.computes and request.may_compute)
 
     async def Fenced(self, request: Any, context: Any) -> decode_pb2.FencedReply:
         return decode_pb2.FencedReply()
@@ -126,6 +128,9 @@ class PlayedDecode(decode_pb2_grpc.DecodeNodeServicer):
         sent = reserve.num_sent_tokens + 1
         await asyncio.sleep(0.05)
         yield decode_pb2.DecodeEvent(admitted=decode_pb2.DecodeAdmitted(resident_tokens=64, exposed_relay_ms=1))
+        if self.computes and reserve.may_compute:
+            first = decode_pb2.DecodeFirst(token=a_token(ANSWER[sent - 1]), prefill_ms=4.0, computed_tokens=36)
+            yield decode_pb2.DecodeEvent(first=first)
         for token in ANSWER[sent : reserve.num_sent_tokens + reserve.sampling.max_tokens]:
             if self.die_after is not None and sent >= self.die_after:
                 async with grpc_status(context):
@@ -168,6 +173,7 @@ class Stage:
     decode: list[PlayedDecode]
     prefill_nodes: list[PlayedNode] = field(default_factory=list)
     decode_nodes: list[PlayedNode] = field(default_factory=list)
+    is_local: bool = False  # what is placed may be completed by decode itself
     released: int = 0
     placed: int = 0
     put_aside: list[Incarnation] = field(default_factory=list)
@@ -186,7 +192,8 @@ class Stage:
         if not prefills or (needs_decode and not decodes):
             raise UnavailableError("no node left")
         self.placed += 1
-        return Placed(prefills[0], decodes[0] if needs_decode else None, b"seed", Confidence.EXACT, self._release)
+        decode = decodes[0] if needs_decode else None
+        return Placed(prefills[0], decode, b"seed", Confidence.EXACT, self._release, is_local=self.is_local)
 
     def _release(self) -> None:
         self.released += 1

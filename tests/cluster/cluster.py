@@ -70,6 +70,8 @@ class Spec:
             "OMP_NUM_THREADS": "1",
             "KVRELAY_PREFILL_POOL_PAGES": pages,
             "KVRELAY_DECODE_POOL_PAGES": pages,
+            # These tests are about the hand-off; `test_local_prefill` is about what decode computes itself.
+            "KVRELAY_DECODE_LOCAL_PREFILL_TOKENS": "0",
             **self.environ,
         }
 

@@ -40,6 +40,41 @@ async def test_the_first_token_comes_from_prefill_and_the_rest_from_decode() -> 
     assert hand_off == pytest.approx(split.second_token_ms - split.ttft_ms)
 
 
+async def test_a_prompt_that_decode_completes_itself_needs_no_prefill() -> None:
+    stage = Stage([PlayedPrefill()], [PlayedDecode(computes=True)], is_local=True)
+    async with playing(stage) as orchestrator:
+        events, timer = await run(orchestrator)
+
+    assert isinstance(events[0], PlacedEvent)
+    assert events[0].is_local
+    assert tokens_of(events) == ANSWER
+    assert events[-1] == EndEvent(FinishReason.LENGTH)
+    assert not stage.prefill[0].calls
+    assert timer.split().prefill_ms == pytest.approx(4.0)
+
+
+async def test_a_decode_node_that_lacks_more_than_was_thought_has_it_handed_over() -> None:
+    stage = Stage([PlayedPrefill()], [PlayedDecode()], is_local=True)
+    async with playing(stage) as orchestrator:
+        events, _ = await run(orchestrator)
+
+    assert isinstance(events[0], PlacedEvent)
+    assert not events[0].is_local
+    assert tokens_of(events) == ANSWER
+    assert len(stage.prefill[0].calls) == 1
+
+
+async def test_a_decode_node_that_dies_while_it_computes_is_replaced() -> None:
+    stage = Stage(
+        [PlayedPrefill()], [PlayedDecode(computes=True, die_after=3), PlayedDecode(computes=True)], is_local=True
+    )
+    async with playing(stage) as orchestrator:
+        events, _ = await run(orchestrator)
+
+    assert tokens_of(events) == ANSWER
+    assert stage.decode[1].reserved[0].num_sent_tokens == 3
+
+
 async def test_n7_one_token_reserves_nothing() -> None:
     stage = Stage([PlayedPrefill()], [PlayedDecode()])
     async with playing(stage) as orchestrator:

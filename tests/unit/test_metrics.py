@@ -48,7 +48,7 @@ def a_router() -> RouterMetrics:
     records = [fleet_pb2.NodeRecord(role=fleet_pb2.NODE_ROLE_DECODE)]
     metrics.watch(records=lambda: records, num_active=lambda: 3)
     metrics.ended("ok")
-    metrics.placed(Confidence.EXACT)
+    metrics.placed(Confidence.EXACT, way="local")
     metrics.refused("token")
     metrics.finished(TIME, Usage(100, 64, 0, 12))
     return metrics
@@ -153,7 +153,8 @@ def test_no_metric_names_a_request_or_a_client() -> None:
     families = [*a_router().registry.collect(), *a_node().of(STATS)]
     labels = {label for family in families for sample in family.samples for label in sample.labels}
 
-    assert labels <= {"role", "state", "part", "status", "confidence", "source", "reason", "le", "peer", "route"}
+    known = {"role", "state", "part", "status", "confidence", "source", "reason", "le", "peer", "route", "way"}
+    assert labels <= known
 
 
 def test_an_endpoint_serves_the_registry() -> None:

@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 
 from kvrelay.core.errors import InvalidRequestError, UnavailableError
 from kvrelay.core.types import Incarnation, Role
+from kvrelay.index.reader import Confidence
 from kvrelay.router.books import Books
+from kvrelay.router.cost import NodeCost
+from kvrelay.router.decisions import explained
 from kvrelay.router.fleet import NodeView
 from kvrelay.router.placement import Load, Pair, Question, longest_served, missing_for_service, place
 
 PAGE = 64
+HASHES = [bytes([at]) * 16 for at in range(10)]
 
 
 def node(name: str, role: Role, **changes: Any) -> NodeView:
@@ -181,9 +185,70 @@ def test_a_pair_is_always_usable_and_independent_of_the_order(
     assert not pair.decode.draining
 
 
-# -- books
+# -- what a decode node computes itself
 
-HASHES = [bytes([at]) * 16 for at in range(10)]
+CHAT = decode("chat", local_tokens=256)
+
+
+def after_a_turn(prompt_tokens: int = 2000, **changes: Any) -> Question:
+    """The decode node has all whole blocks of the conversation but the last few tokens; prefill nodes nothing."""
+    return asked(prompt_tokens, cached_tokens={CHAT.incarnation: 1920}, **changes)
+
+
+def test_a_short_turn_is_completed_by_the_decode_node_that_has_the_conversation() -> None:
+    pair = place([P, D, CHAT], after_a_turn())
+
+    assert (names(pair), pair.remaining_tokens) == (("p", "chat"), 80)
+    assert pair.local is not None
+    assert pair.way.startswith("chat computes the last 80 tokens itself: ")
+    explained_pair = explained(pair, prompt_tokens=2000, confidence=Confidence.EXACT, cached={"chat": 1920})
+    verdicts = {one.name: one.verdict for one in explained_pair.candidates}
+    assert verdicts["chat"] == "chosen: computes what it lacks itself"
+    assert verdicts["p"].startswith("not needed")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "question", "why"),
+    [
+        ([P, D, CHAT], after_a_turn(2200), "no decode node has nearly all"),  # 280 tokens, 256 may be
+        ([P, D, CHAT], asked(100), "no decode node has nearly all"),  # nothing of it is anywhere
+        ([P, decode("chat")], after_a_turn(), "no decode node has nearly all"),  # it computes nothing itself
+        ([P, replace(CHAT, active_requests=60)], after_a_turn(), "chat could compute 80 tokens itself in"),
+        ([P, D, replace(CHAT, free_pages=0)], after_a_turn(), "chat could compute 80 tokens itself in"),
+    ],
+)
+def test_it_is_handed_over_when_that_costs_less_in_all(nodes: list[NodeView], question: Question, why: str) -> None:
+    pair = place(nodes, question)
+
+    assert pair.local is None
+    assert why in pair.way
+
+
+def test_a_decode_nodes_own_speed_counts_once_it_has_measured_it() -> None:
+    slow = replace(CHAT, cost=NodeCost(token_s=1.0, is_measured=True, is_measured_local=True))
+
+    assert place([P, slow], after_a_turn()).local is None
+
+
+def test_a_prompt_that_is_resident_whole_still_computes_its_last_block() -> None:
+    pair = place([P, CHAT], asked(640, cached_tokens={CHAT.incarnation: 640}))
+
+    assert (pair.local is not None, pair.remaining_tokens) == (True, PAGE)
+
+
+def test_what_a_decode_node_computes_itself_is_no_load_of_the_prefill_node_and_no_hit_there() -> None:
+    books = Books()
+    pair = place([P, CHAT], after_a_turn())
+    entry = books.enter(pair, decode_pages=32, hashes=HASHES)
+
+    assert books.loads()[CHAT.incarnation] == Load(1, 80, 32)
+    assert P.incarnation not in books.loads()
+    assert P.incarnation not in books.tentative_blocks(HASHES)
+    entry.release()
+    assert books.accounts == {}
+
+
+# -- books
 
 
 def test_a_burst_with_a_new_shared_prefix_lands_together_until_work_spills() -> None:

@@ -70,6 +70,7 @@ EVENTS: tuple[ev.Event, ...] = (
     landed(PARTS[0]),
     ev.ManifestIn(MANIFEST),
     ev.Admitted(),
+    ev.Claimed(),
     ev.Released(),
     ev.Abort("again"),
     DONE,
@@ -117,6 +118,26 @@ def test_an_abort_is_legal_in_every_state_and_idempotent(state: State) -> None:
 
     assert feed(session, ev.Abort("second")) == ()
     assert snapshot(session) == before
+
+
+def test_pages_that_the_scheduler_fills_itself_let_no_writer_in_and_come_back_when_it_lets_go() -> None:
+    session = a_session()
+
+    assert feed(session, ev.Claimed()) == ()
+    assert session.state is State.ADMITTED
+    with pytest.raises(StaleMessageError):
+        feed(session, attach())
+    (failed,) = feed(session, ev.Abort("client went away"))
+    assert failed == ev.Fail("client went away")
+    assert feed(session, ev.Released()) == (ev.FreePages(),)
+
+
+def test_pages_that_a_writer_was_let_into_are_not_for_the_scheduler_to_fill() -> None:
+    session = a_session()
+    feed(session, attach())
+
+    with pytest.raises(StaleMessageError):
+        feed(session, ev.Claimed())
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([*map(landed, PARTS), ev.ManifestIn(MANIFEST)])))

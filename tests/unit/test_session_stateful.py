@@ -111,6 +111,12 @@ class Writers(RuleBasedStateMachine):
         assert self.feed(ev.Abort("client went away")), "abort is legal in every state"
 
     @rule()
+    def scheduler_claims(self) -> None:
+        if self.feed(ev.Claimed()):
+            assert not self.attached, "a writer was let in, and the scheduler writes too"
+            self.admissions += 1
+
+    @rule()
     def releases(self) -> None:
         self.feed(ev.Released())
 

@@ -171,3 +171,21 @@ def test_a_thousand_nodes_are_placed_on_in_a_fraction_of_the_scan() -> None:
         return best_s
 
     assert took_s(lambda: roster.place(question, [books.loads()])) < 0.2 * took_s(lambda: place(nodes, question))
+
+
+def test_the_decode_node_that_has_a_chat_is_found_among_many_to_complete_it() -> None:
+    rng = random.Random(5)
+    nodes = [replace(node, local_tokens=256) for node in a_fleet(rng, 200)]
+    fast = (one for one in nodes if one.role is Role.DECODE and one.cost.step_s < 0.01 and one.max_model_len > 9000)
+    holder = replace(next(fast), active_requests=1, free_pages=40_000, total_pages=40_000, draining=False)
+    nodes = [holder if one.incarnation == holder.incarnation else one for one in nodes]
+    question = Question(
+        prompt_tokens=8000, total_tokens=8100, needs_decode=True, long_prompt_tokens=1024,
+        cached_tokens={holder.incarnation: 7936},
+    )  # fmt: skip
+
+    pair = Roster(nodes).place(question, [])
+
+    assert pair.local is not None
+    assert pair.decode == holder
+    assert pair.way == place(nodes, question).way

@@ -36,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
         parts = ", ".join(f"{name} {value:.3g}" for name, value in one["parts_s"].items())
         where = f"{one['role']} {one['node']}"
         print(f"  {where:32} {one['cached_tokens']:>8} cached {one['total_s']:>9.3g} s ({parts}): {one['verdict']}")
+    if found["way"]:
+        print(f"  {found['way']}")
     for name, why in found["refused"].items():
         print(f"  {name}: left out: {why}")
     return 0
@@ -59,5 +61,6 @@ def as_dict(reply: fleet_pb2.ExplainReply) -> dict[str, Any]:
             }
             for one in reply.candidates
         ],
+        "way": reply.way,
         "refused": dict(sorted(reply.refused.items())),
     }

@@ -58,6 +58,10 @@ class PageBook:
         fresh = pages_of(self._allocator.allocate(num_pages - len(resident)))
         return Grant((*resident, *fresh), len(resident) * self._page_tokens, tuple(evicted))
 
+    def resident_tokens(self, hashes: Sequence[bytes]) -> int:
+        """Return how many tokens of a prompt with these blocks are here."""
+        return len(self._cache.match(hashes)) * self._pages_per_block * self._page_tokens
+
     def cache_blocks(self, hashes: Sequence[bytes], pages: Sequence[int]) -> list[bytes]:
         """Cache the full blocks of a request whose rows are all written; return those that are new.
 

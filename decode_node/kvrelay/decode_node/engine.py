@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvrelay.core.errors import ServeError
 from kvrelay.core.types import SampledToken, Sampling
+from kvrelay.decode_node.local_prefill import Chunk
 from kvrelay.decode_node.scheduler import Sequence
 from kvrelay.kernels.mla_decode import DecodePlan
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.decode_graphs import DecodeGraphs, StepRow
 from kvrelay.model.decode_step import decode_forward
+from kvrelay.model.prefill_step import prefill_forward
 from kvrelay.model.sampler import SamplerState, sample
 from kvrelay.model.transformer import Model
 
@@ -78,6 +81,30 @@ class DecodeEngine:
             if isinstance(token, SampledToken):
                 state.sampler.observe(token.token_id)
         return chosen
+
+    @torch.inference_mode()
+    def extend(self, chunk: Chunk, state: SequenceState) -> SampledToken | ServeError | None:
+        """Compute prompt tokens whose prefix is in the pool already, and write their rows.
+
+        Returns:
+            After the prompt's last token the first token of the answer, or the error that ends the sequence.
+        """
+        device, page_tokens = self._pool.device, self._pool.layout.page_tokens
+        slots = (state.page_table[:, None] * page_tokens + torch.arange(page_tokens)).flatten()
+        hidden_TD = prefill_forward(
+            self._model,
+            self._pool,
+            torch.from_numpy(chunk.ids_T.astype(np.int64)).to(device),
+            slots=slots[: chunk.tokens.end].to(device),
+            start=chunk.tokens.start,
+            ntk_tokens=chunk.prompt_tokens,
+        )
+        if not chunk.is_last:
+            return None
+        (token,) = sample(self._model.logits(hidden_TD[-1:]), [state.sampler], [chunk.prompt_tokens])
+        if isinstance(token, SampledToken):
+            state.sampler.observe(token.token_id)
+        return token
 
     def _recorded(self, batch: Rows[Sequence], states: Rows[SequenceState]) -> list[SampledToken | ServeError]:
         assert self._graphs is not None, "this engine records its steps"

@@ -20,6 +20,7 @@ class Limits:
     max_model_tokens: int  # prompt plus output
     vocab_size: int
     cache_window_tokens: int | None  # longer requests neither use nor fill the prefix cache; None = no such limit
+    local_tokens: int = 0  # prompt tokens that may wait to be computed here instead of handed over
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Demand:
     prompt_tokens: int
     max_tokens: int  # to generate
     hashes: list[bytes] | None  # of the prompt's full blocks; None: the prefix cache is not for this request
+    wants_logprobs: bool = False  # of the prompt: all of it must be computed by prefill
 
 
 async def judge(ask: Ask, *, node: Incarnation, layout: PageLayout, limits: Limits) -> Demand:
@@ -60,9 +62,9 @@ async def judge(ask: Ask, *, node: Incarnation, layout: PageLayout, limits: Limi
     window = limits.cache_window_tokens
     # Without a seed all tenants' blocks would have the same names.
     if not ask.prefix_seed or (window is not None and prompt_tokens + max_tokens > window):
-        return Demand(prompt_tokens, max_tokens, None)
+        return Demand(prompt_tokens, max_tokens, None, ask.sampling.prompt_logprobs)
     hashes = await hash_on_loop.chain(ask.prefix_seed, ask.prompt_T, block_tokens=layout.block_tokens)
-    return Demand(prompt_tokens, max_tokens, hashes)
+    return Demand(prompt_tokens, max_tokens, hashes, ask.sampling.prompt_logprobs)
 
 
 def output_tokens(*, prompt_tokens: int, max_tokens: int, limits: Limits) -> int:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import (
@@ -24,37 +23,34 @@ from kvrelay.core.errors import (
 )
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.types import Counters, Epoch, FinishReason, Incarnation
-from kvrelay.decode_node import scheduler
 from kvrelay.decode_node.admission import Grant, PageBook
 from kvrelay.decode_node.engine import SequenceState
 from kvrelay.decode_node.held_pages import HeldPages
 from kvrelay.decode_node.intake import Demand, Limits, judge
+from kvrelay.decode_node.local_prefill import Prompt
+from kvrelay.decode_node.local_work import LocalWork
+from kvrelay.decode_node.publisher import Publisher
 from kvrelay.decode_node.records import Records
-from kvrelay.decode_node.requests import Ask, Done, Phase, Record
-from kvrelay.decode_node.runner import Chosen, Crashed, Joined, Left, Report, Stepped, StepThread, count_step
+from kvrelay.decode_node.requests import Admitted, Ask, Done, First, NodeCrashedError, Phase, Record
+from kvrelay.decode_node.runner import (
+    Chosen,
+    Crashed,
+    Joined,
+    Left,
+    Prefilled,
+    Report,
+    Stepped,
+    StepThread,
+    count_step,
+)
 from kvrelay.kv_transfer.hub_values import AdmittedHandoff
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.kv_transfer.values import Request
 from kvrelay.kvcache.allocator import runs_of
-from kvrelay.model.sampler import SamplerState
 from kvrelay.proto.convert import epoch_from_pb
 from kvrelay.proto.v1 import handoff_pb2
 
 log = logging.getLogger(__name__)
-
-
-class NodeCrashedError(ServeError):
-    """A bug ended a thread of the node; the process is about to exit."""
-
-    retry_elsewhere = True
-
-
-class Publisher(Protocol):
-    """Who tells the prefix index which blocks are here. Never waits."""
-
-    def publish(self, hashes: Sequence[bytes], /) -> None: ...
-
-    def retract(self, hashes: Sequence[bytes], /) -> None: ...
 
 
 class DecodeNode:
@@ -81,6 +77,7 @@ class DecodeNode:
         self.crashed = asyncio.Event()
         self._layout = layout
         self._limits = limits
+        self._local = LocalWork(limits.local_tokens, layout.block_tokens)
         self._publisher = publisher
         self._max_requests = max_requests
         self._lease_s = lease_s
@@ -100,8 +97,8 @@ class DecodeNode:
 
     # ---- what a router asks ----
 
-    async def reserve(self, ask: Ask) -> handoff_pb2.Ticket:
-        """Take pages for a request and return the permission to write into them.
+    async def reserve(self, ask: Ask) -> tuple[handoff_pb2.Ticket, bool]:
+        """Take pages; return the permission to write into them, and whether the node fills them itself instead.
 
         Raises:
             UnavailableError, LayoutMismatchError, InvalidRequestError: see `judge`; or the node is draining.
@@ -115,9 +112,11 @@ class DecodeNode:
             raise StaleMessageError(f"{ask.request} was aborted")
         if (active := self.records.num_active) >= self._max_requests:
             raise CapacityError(f"{active} requests are here, the limit is {self._max_requests}")
-        grant = self.book.reserve(
-            prompt_tokens=demand.prompt_tokens, max_tokens=demand.max_tokens, hashes=demand.hashes or ()
-        )
+        hashes = demand.hashes or []
+        computes = ask.may_compute and self._local.takes(demand, book=self.book, records=self.records)
+        if computes:
+            hashes = self._local.usable(demand)
+        grant = self.book.reserve(prompt_tokens=demand.prompt_tokens, max_tokens=demand.max_tokens, hashes=hashes)
         self._publisher.retract(grant.evicted)
         try:
             ticket = self._open(ask, demand, grant)
@@ -127,11 +126,13 @@ class DecodeNode:
         now_s = self._clock()
         record = Record(
             epoch_from_pb(ticket.epoch), ask, demand.max_tokens, grant.pages, grant.resident_tokens, demand.hashes,
-            deadline_s=now_s + ask.timeout_s, renewed_s=now_s,
+            deadline_s=now_s + ask.timeout_s, renewed_s=now_s, began_s=now_s,
         )  # fmt: skip
         self.records.add(record)
         self._held.hold(record.key, grant, prompt_tokens=demand.prompt_tokens)
-        return ticket
+        if computes:
+            self._compute(record)
+        return ticket, computes
 
     def open_stream(self, request: Request, epoch: Epoch) -> Record:
         """Return the record whose events a Decode call is to stream; `close_stream` ends it.
@@ -232,6 +233,8 @@ class DecodeNode:
                 count_step(self.counters, report)
                 for chosen in report.chosen:
                     self._on_chosen(self.records.get(chosen.key), chosen, report.step_s)
+            case Prefilled(first, at_s):
+                self._on_prefilled(self.records.get(first.key), first, at_s)
             case Joined(key, at_s):
                 if (record := self.records.get(key)) is not None:
                     record.events.put_nowait(record.admitted(at_s))
@@ -279,17 +282,33 @@ class DecodeNode:
         )
 
     def _join(self, record: Record) -> None:
-        ask, first = record.ask, record.output[0]
-        sampler = SamplerState(ask.sampling, ask.prompt_T, ask.num_sent_tokens)
-        sampler.observe(first)
-        sequence = scheduler.Sequence(
-            record.key,
-            position=record.prompt_tokens,
-            last_token=first,
-            tokens_left=record.max_tokens - 1,
-            stop_ids=frozenset(ask.sampling.stop_token_ids),
-        )
+        sequence, sampler = record.sequence(first_token=record.output[0]), record.sampler()
+        sampler.observe(record.output[0])
         self._steps.join(sequence, SequenceState.of(record.pages, sampler))
+
+    def _compute(self, record: Record) -> None:
+        """Let the step thread complete a prompt; from here on it uses the pages."""
+        self._hub.claim(record.epoch)
+        record.computes = record.prompt_tokens - record.resident_tokens
+        record.phase = Phase.RUNNING
+        record.events.put_nowait(Admitted(None, record.resident_tokens, 0.0))
+        self.counters.add("resident_tokens", record.resident_tokens)
+        prompt = Prompt(record.sequence(first_token=None), record.ask.prompt_T, record.resident_tokens)
+        self._steps.compute(prompt, SequenceState.of(record.pages, record.sampler()))
+
+    def _on_prefilled(self, record: Record | None, first: Chosen, at_s: float) -> None:
+        if record is None or record.phase is not Phase.RUNNING:
+            return  # given up while the chunk ran: `Left` follows
+        if isinstance(first.token, ServeError):
+            self._over(record, first.token)
+            return
+        record.output.append(first.token.token_id)
+        record.events.put_nowait(First(first.token, at_s - record.began_s, record.computes))
+        self.counters.add("local_prefills")
+        self.counters.add("local_prefill_tokens", record.computes)
+        self._cache(record)
+        if first.finish is not None:
+            self._finish(record, first.finish)
 
     def _on_chosen(self, record: Record | None, chosen: Chosen, step_s: float) -> None:
         if record is None or record.phase is not Phase.RUNNING:

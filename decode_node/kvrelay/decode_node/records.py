@@ -51,5 +51,10 @@ class Records:
         return sum(one.is_active for one in self)
 
     @property
+    def num_local_tokens(self) -> int:
+        """Prompt tokens that wait to be computed here."""
+        return sum(one.computes for one in self if one.is_active and not one.output)
+
+    @property
     def num_running(self) -> int:
         return sum(one.phase is Phase.RUNNING for one in self)

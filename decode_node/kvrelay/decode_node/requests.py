@@ -12,8 +12,10 @@ import numpy.typing as npt
 from kvrelay.core import prefix_hash
 from kvrelay.core.errors import ServeError
 from kvrelay.core.types import Epoch, FinishReason, Incarnation, SampledToken, Sampling
+from kvrelay.decode_node.scheduler import Sequence
 from kvrelay.kv_transfer.hub_values import AdmittedHandoff
 from kvrelay.kv_transfer.values import Request
+from kvrelay.model.sampler import SamplerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +33,25 @@ class Ask:
     fingerprint: bytes
     prefix_seed: bytes
     timeout_s: float
+    may_compute: bool = False  # what is missing may be computed here, when it is little
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """The request joined the running batch."""
 
-    handoff: AdmittedHandoff
+    handoff: AdmittedHandoff | None  # None: the rest of the prompt is computed here
     resident_tokens: int
     admit_s: float  # from verified until in the batch
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """The first token of a request whose prompt was completed here."""
+
+    token: SampledToken
+    prefill_s: float  # from Reserve
+    computed_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,13 @@ class Done:
     num_tokens: int
 
 
-Event = Admitted | SampledToken | Done | ServeError
+Event = Admitted | First | SampledToken | Done | ServeError
+
+
+class NodeCrashedError(ServeError):
+    """A bug ended a thread of the node; the process is about to exit."""
+
+    retry_elsewhere = True
 
 
 class Phase(Enum):
@@ -71,6 +89,8 @@ class Record:
     hashes: list[bytes] | None  # of the prompt's full blocks; None: neither uses nor fills the cache
     deadline_s: float
     renewed_s: float  # last sign of life of the holder
+    began_s: float = 0.0
+    computes: int = 0  # prompt tokens that are computed here; 0: they are handed over
     phase: Phase = Phase.WAITING
     has_stream: bool = False
     error: ServeError | None = None  # why we gave up
@@ -98,6 +118,20 @@ class Record:
         if self.output[0] in self.ask.sampling.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.max_tokens == 1 else None
+
+    def sequence(self, *, first_token: int | None) -> Sequence:
+        """Return the request as the scheduler takes it, behind its first token or, with None, before it."""
+        num_chosen = int(first_token is not None)
+        return Sequence(
+            self.key,
+            position=self.prompt_tokens - 1 + num_chosen,
+            last_token=int(self.ask.prompt_T[-1]) if first_token is None else first_token,
+            tokens_left=self.max_tokens - num_chosen,
+            stop_ids=frozenset(self.ask.sampling.stop_token_ids),
+        )
+
+    def sampler(self) -> SamplerState:
+        return SamplerState(self.ask.sampling, self.ask.prompt_T, self.ask.num_sent_tokens)
 
     def done(self, reason: FinishReason) -> Done:
         return Done(reason, self.steps_s / max(self.num_steps, 1), self.num_steps)

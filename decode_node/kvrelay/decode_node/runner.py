@@ -18,6 +18,7 @@ from kvrelay.core.errors import ServeError
 from kvrelay.core.time_fit import TimeFit
 from kvrelay.core.types import Counters, FinishReason, SampledToken
 from kvrelay.decode_node.engine import DecodeEngine, SequenceState
+from kvrelay.decode_node.local_prefill import Chunk, LocalPrompts, Prompt
 from kvrelay.decode_node.scheduler import DecodeScheduler, Sequence
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,14 @@ class Join:
     """Let a sequence take part; its page table and sampler come with it."""
 
     sequence: Sequence
+    state: SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Complete a prompt; its sequence takes part from its first token on. Answered by `Prefilled`."""
+
+    prompt: Prompt
     state: SequenceState
 
 
@@ -69,13 +78,21 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prompt is complete: its rows are written, and its first token is chosen."""
+
+    first: Chosen
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Crashed:
     """A bug ended the step thread; nothing is touched again."""
 
     reason: str
 
 
-Report = Joined | Left | Stepped | Crashed
+Report = Joined | Left | Stepped | Prefilled | Crashed
 
 
 def count_step(counters: Counters, stepped: Stepped) -> None:
@@ -97,18 +114,22 @@ class StepThread:
         max_batch: int,
         loop: asyncio.AbstractEventLoop,
         on_report: Callable[[Report], None],
+        local_pause_s: float = 0.025,
         clock: Clock = monotonic,
     ) -> None:
+        """`local_pause_s`: longest pause between two steps for a chunk of a prompt that is completed here."""
         self._engine = engine
+        self._prompts = LocalPrompts(pause_s=local_pause_s)
         self._scheduler = DecodeScheduler(max_batch=max_batch)
         self._states: dict[int, SequenceState] = {}
         self._loop = loop
         self._on_report = on_report
         self._clock = clock
-        self._commands: queue.SimpleQueue[Join | Leave | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Join | Compute | Leave | None] = queue.SimpleQueue()
         self.step_times = TimeFit(
             prefer_start=True
         )  # x: sequences of a step, y: tokens of context that they have together
+        self.chunk_times = TimeFit()  # x: tokens of a chunk, y: pairs of them with what they see
         self._busy_since_s: float | None = None  # last sign of progress; None while there is nothing to do
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
 
@@ -118,6 +139,10 @@ class StepThread:
     def join(self, sequence: Sequence, state: SequenceState) -> None:
         """Let a sequence take part from the next step on. Any thread."""
         self._commands.put(Join(sequence, state))
+
+    def compute(self, prompt: Prompt, state: SequenceState) -> None:
+        """Complete a prompt between steps, then let its sequence take part. Any thread."""
+        self._commands.put(Compute(prompt, state))
 
     def leave(self, key: int) -> None:
         """Stop a sequence; `Left` is reported in any case. Any thread."""
@@ -137,6 +162,8 @@ class StepThread:
         try:
             self._engine.bind_thread()
             while self._obey_commands():
+                if (chunk := self._prompts.next_chunk(alone=not len(self._scheduler))) is not None:
+                    self._extend(chunk)
                 if batch := self._scheduler.plan():
                     self._report(self._step(batch))
         except Exception as err:  # the outermost edge of this thread
@@ -146,10 +173,11 @@ class StepThread:
     def _obey_commands(self) -> bool:
         """Obey what was asked; block while there is nothing to run. False: the thread is to end."""
         while True:
-            if not len(self._scheduler) and self._commands.empty():
+            is_idle = not len(self._scheduler) and not len(self._prompts)
+            if is_idle and self._commands.empty():
                 self._busy_since_s = None
             try:
-                command = self._commands.get(block=not len(self._scheduler))
+                command = self._commands.get(block=is_idle)
             except queue.Empty:
                 return True
             self._busy_since_s = self._clock()
@@ -160,10 +188,27 @@ class StepThread:
                     self._scheduler.join(sequence)
                     self._states[sequence.key] = state
                     self._report(Joined(sequence.key, self._clock()))
+                case Compute(prompt, state):
+                    self._prompts.add(prompt)
+                    self._states[prompt.sequence.key] = state
                 case Leave(key):
                     self._scheduler.leave(key)
+                    self._prompts.leave(key)
                     self._states.pop(key, None)
                     self._report(Left(key))
+
+    def _extend(self, chunk: Chunk) -> None:
+        """Compute a chunk of a prompt; with its last one the sequence joins."""
+        began_s, tokens = self._clock(), chunk.tokens
+        token = self._engine.extend(chunk, self._states[chunk.key])
+        self._busy_since_s = ended_s = self._clock()
+        pairs = tokens.num_tokens * tokens.start + tokens.num_tokens**2 / 2
+        self.chunk_times.observe(ended_s - began_s, x=tokens.num_tokens, y=pairs)
+        sequence = self._prompts.ran(chunk, ended_s - began_s)
+        if sequence is not None:
+            assert token is not None, "a complete prompt has a first token"
+            self._scheduler.join(sequence)
+            self._report(Prefilled(self._take(chunk.key, token), ended_s))
 
     def _step(self, batch: tuple[Sequence, ...]) -> Stepped:
         began_s, context_tokens = self._clock(), sum(one.position for one in batch)

@@ -13,7 +13,7 @@ from kvrelay.core.errors import ServeError
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.types import SampledToken
 from kvrelay.decode_node.node import DecodeNode
-from kvrelay.decode_node.requests import Admitted, Ask, Done, Event, Record
+from kvrelay.decode_node.requests import Admitted, Ask, Done, Event, First, Record
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.kv_transfer.wire import request_from_pb
 from kvrelay.proto import convert
@@ -44,7 +44,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
         async with grpc_status(context):
             convert.check_request_id(request.request.request_id)
             with _span("reserve", request.request, context):
-                return decode_pb2.ReserveReply(ticket=await self._node.reserve(_ask(request, self._max_request_s)))
+                ticket, computes = await self._node.reserve(_ask(request, self._max_request_s))
+                return decode_pb2.ReserveReply(ticket=ticket, computes=computes)
 
     async def Attach(
         self, request_iterator: AsyncIterator[handoff_pb2.WriterEvent], context: aio.ServicerContext[Any, Any]
@@ -125,6 +126,7 @@ def _ask(message: decode_pb2.ReserveRequest, max_request_s: float) -> Ask:
         fingerprint=message.layout_fingerprint,
         prefix_seed=message.prefix_seed,
         timeout_s=message.timeout_ms / 1000 if message.timeout_ms else max_request_s,
+        may_compute=message.may_compute,
     )
 
 
@@ -146,6 +148,13 @@ async def _events(record: Record) -> AsyncIterator[decode_pb2.DecodeEvent]:
             yield decode_pb2.DecodeEvent(tokens=sampled)
         if isinstance(event, Admitted):
             yield decode_pb2.DecodeEvent(admitted=_admitted(event))
+        elif isinstance(event, First):
+            first = decode_pb2.DecodeFirst(
+                token=convert.sampled_to_pb(event.token),
+                prefill_ms=event.prefill_s * 1000,
+                computed_tokens=event.computed_tokens,
+            )
+            yield decode_pb2.DecodeEvent(first=first)
         elif isinstance(event, Done):
             done = decode_pb2.DecodeDone(
                 reason=convert.finish_to_pb(event.reason), step_ms=event.step_s * 1000, num_tokens=event.num_tokens
@@ -158,6 +167,8 @@ async def _events(record: Record) -> AsyncIterator[decode_pb2.DecodeEvent]:
 
 def _admitted(event: Admitted) -> decode_pb2.DecodeAdmitted:
     handoff = event.handoff
+    if handoff is None:
+        return decode_pb2.DecodeAdmitted(resident_tokens=event.resident_tokens)
     return decode_pb2.DecodeAdmitted(
         resident_tokens=event.resident_tokens,
         exposed_relay_ms=handoff.exposed_relay_ms,

@@ -69,14 +69,25 @@ class DecodeServer:
         self.node = DecodeNode(
             incarnation=incarnation,
             layout=layout,
-            limits=Limits(config.max_model_len, config.vocab_size, config.cache_window_tokens),
+            limits=Limits(
+                config.max_model_len,
+                config.vocab_size,
+                config.cache_window_tokens,
+                local_tokens=settings.local_prefill_tokens,
+            ),
             book=book,
             publisher=self._writer,
             max_requests=settings.max_requests,
             lease_s=settings.lease_s,
         )
         self.engine = DecodeEngine(loaded.model, loaded.pool, max_batch=settings.max_batch)
-        self._steps = StepThread(self.engine, max_batch=settings.max_batch, loop=loop, on_report=self.node.on_report)
+        self._steps = StepThread(
+            self.engine,
+            max_batch=settings.max_batch,
+            loop=loop,
+            on_report=self.node.on_report,
+            local_pause_s=settings.local_prefill_pause_ms / 1000,
+        )
         self._transfer, self._hub = self._data_plane(loop)
         self.node.wire(hub=self._hub, steps=self._steps)
         self._presence = Presence(
@@ -224,18 +235,22 @@ class DecodeServer:
             active_requests=node.records.num_active,
             queued_tokens=node.records.num_running,
             cost=self._cost(),
+            local_tokens=self._settings.local_prefill_tokens,
         )
 
     def _cost(self) -> fleet_pb2.NodeCost | None:
         fitted = self._steps.step_times.fitted
         if fitted is None:
             return None
-        return fleet_pb2.NodeCost(
+        cost = fleet_pb2.NodeCost(
             step_s=fitted.start_s,
             sequence_s=fitted.first_s,
             context_token_s=fitted.second_s,
             observations=fitted.observations,
         )
+        if (local := self._steps.chunk_times.fitted) is not None:
+            cost.start_s, cost.token_s, cost.pair_s = local.start_s, local.first_s, local.second_s
+        return cost
 
     def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = keep(work, name=name)

@@ -151,6 +151,14 @@ class ReaderHub:
 
     # ---- for the scheduler ----
 
+    def claim(self, epoch: Epoch) -> None:
+        """The scheduler fills the pages of a reservation itself: from now on nobody may attach. `released` ends it.
+
+        Raises:
+            StaleMessageError: a rank has attached, or the epoch is over.
+        """
+        self._sessions.feed(self._sessions.of_epoch(epoch), ev.Claimed())
+
     def released(self, epoch: Epoch) -> None:
         """The scheduler is done with the pages of an admitted epoch; call it once.
 

@@ -109,6 +109,9 @@ class ReaderSession:
                 return self._manifest_in(event, now_s)
             case ev.Admitted():
                 return self._admitted()
+            case ev.Claimed():
+                self.state = State.ADMITTED
+                return []
             case ev.Released():
                 return self._released(now_s)
             case ev.Abort():

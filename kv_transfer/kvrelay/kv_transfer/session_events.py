@@ -44,6 +44,11 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
+class Claimed:
+    """The scheduler took the request and fills the pages itself: nobody may attach."""
+
+
+@dataclass(frozen=True, slots=True)
 class Released:
     """The scheduler is done with the pages."""
 
@@ -106,6 +111,7 @@ Event = (
     | PartLanded
     | ManifestIn
     | Admitted
+    | Claimed
     | Released
     | Abort
     | Fenced

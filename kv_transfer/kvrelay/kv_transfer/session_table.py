@@ -33,6 +33,7 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], frozenset[State]]] = {
     for state, row in {
         _S.RESERVED: {
             ev.Attach: {_S.ATTACHED},
+            ev.Claimed: {_S.ADMITTED},
             ev.Abort: {_S.FENCED},
             ev.WriterDead: {_S.FENCED},
             ev.Renew: {_S.RESERVED},

@@ -87,6 +87,7 @@ class Attempt:
         self._begun: set[Role] = set()  # nodes that may know of this attempt
         self.finished = False  # the request's last token has come
         self.decode_finished = False
+        self.is_local = False  # decode completes the prompt itself: prefill has no part in it
 
     async def reserve(self) -> None:
         """Reserve decode's pages; nothing to do for a request that ends at prefill.
@@ -109,6 +110,7 @@ class Attempt:
             num_sent_tokens=self._num_sent,
             prefix_seed=self._placed.prefix_seed,
             timeout_ms=convert.ms_to_pb(self._deadline.remaining_s()),
+            may_compute=self._placed.is_local,
         )
         self._begun.add(Role.DECODE)
         try:
@@ -123,16 +125,18 @@ class Attempt:
             if isinstance(cause, UnavailableError):
                 self._shared.peers.put_aside(node.incarnation, str(cause))
             raise LegFailedError(cause, frozenset({node.incarnation})) from err
-        self._ticket = reply.ticket
+        self._ticket, self.is_local = reply.ticket, reply.computes
         self._hold(Role.DECODE, node)
 
     def start(self) -> None:
-        """Open both streams."""
+        """Open both streams, or decode's alone."""
         timeout_s = self._deadline.remaining_s()
         if self._placed.decode is not None and self._ticket is not None:
             decode = self._shared.peers.decode(self._placed.decode)
             request = decode_pb2.DecodeRequest(request=self._ref, epoch=self._ticket.epoch)
             self._legs.start(Role.DECODE, decode.Decode(request, timeout=timeout_s, metadata=tracing.outgoing()))
+        if self.is_local:
+            return
         node = self._placed.prefill
         prefill = self._shared.peers.prefill(node)
         self._begun.add(Role.PREFILL)

@@ -37,7 +37,7 @@ class Entry:
     """One placed request. Created by `Books.enter`."""
 
     books: Books
-    shares: tuple[Share, ...]  # prefill first
+    shares: tuple[Share, ...]  # where the prompt is computed first
     hashes: Sequence[bytes]
     entered_s: float = 0.0
     work: int = 0  # see `LoadColumns.put`
@@ -82,7 +82,10 @@ class Books:
         """Enter a request; `on_computed` is called once, at the latest when it is released."""
         node = pair.prefill.incarnation
         shares = [Share(node, tokens=pair.remaining_tokens, work_s=pair.work_s)]
-        if pair.decode is not None:
+        if pair.decode is not None and pair.local is not None:
+            node = pair.decode.incarnation
+            shares = [Share(node, tokens=pair.remaining_tokens, pages=decode_pages, work_s=pair.work_s)]
+        elif pair.decode is not None:
             shares.append(Share(pair.decode.incarnation, pages=decode_pages))
         for share in shares:
             self.accounts.setdefault(share.node, _Account()).requests += 1

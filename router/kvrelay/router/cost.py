@@ -12,7 +12,7 @@ equals alone(n) at the break-even length, is worse below it and better above it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from kvrelay.proto.v1 import fleet_pb2
@@ -32,6 +32,7 @@ class NodeCost:
     sequence_s: float = 1e-3  # what one more sequence adds to a step
     context_token_s: float = 0.0  # what one more token of context adds to a step
     is_measured: bool = False  # the node has said so itself
+    is_measured_local: bool = False  # so has a decode node of what it computes between steps
 
 
 DEFAULT_COST = NodeCost()
@@ -43,9 +44,12 @@ def published_cost(record: fleet_pb2.NodeRecord) -> NodeCost:
         return DEFAULT_COST
     cost = record.cost
     if record.role == fleet_pb2.NODE_ROLE_DECODE:
-        return NodeCost(
+        steps = NodeCost(
             step_s=cost.step_s, sequence_s=cost.sequence_s, context_token_s=cost.context_token_s, is_measured=True
         )
+        if not cost.token_s and not cost.start_s:
+            return steps
+        return replace(steps, start_s=cost.start_s, token_s=cost.token_s, pair_s=cost.pair_s, is_measured_local=True)
     # A ring's own times have its exchanges in them: nothing is to be added for those.
     return NodeCost(
         start_s=cost.start_s, token_s=cost.token_s, pair_s=cost.pair_s, break_even_tokens=1, is_measured=True

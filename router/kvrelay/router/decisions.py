@@ -35,6 +35,7 @@ class Decision:
     confidence: Confidence
     candidates: tuple[Candidate, ...]
     refused: Mapping[str, str]  # nodes that were left out, and why
+    way: str = ""  # how the prompt gets to the decode node, and why so
 
 
 class DecisionLog:
@@ -66,10 +67,15 @@ def explained(pair: Pair, *, prompt_tokens: int, confidence: Confidence, cached:
     """
     chosen = {pair.prefill.incarnation, *((pair.decode.incarnation,) if pair.decode else ())}
     best_s = {one.node.role: one.total_s for one in pair.scores if one.node.incarnation in chosen}
+    local = pair.local
     candidates = []
-    for one in sorted(pair.scores, key=lambda score: (score.node.role.value, score.order)):
-        node = one.node
-        if node.incarnation in chosen:
+    for scored in sorted(pair.scores, key=lambda score: (score.node.role.value, score.order)):
+        one, node = scored, scored.node
+        if local is not None and node is local.node:
+            one, verdict = local, "chosen: computes what it lacks itself"
+        elif local is not None and node.role is Role.PREFILL:
+            verdict = f"not needed unless {local.node.incarnation.name} lacks more than was thought"
+        elif node.incarnation in chosen:
             verdict = "chosen"
         elif one.must_evict:
             verdict = "would have to evict blocks"
@@ -81,7 +87,7 @@ def explained(pair: Pair, *, prompt_tokens: int, confidence: Confidence, cached:
         candidates.append(
             Candidate(node.incarnation.name, node.role, node.ring_size, tokens, one.total_s, one.parts, verdict)
         )
-    return Decision(prompt_tokens, confidence, tuple(candidates), pair.refused)
+    return Decision(prompt_tokens, confidence, tuple(candidates), pair.refused, pair.way)
 
 
 def decision_to_pb(decision: Decision) -> fleet_pb2.ExplainReply:
@@ -102,4 +108,5 @@ def decision_to_pb(decision: Decision) -> fleet_pb2.ExplainReply:
         index_confidence=decision.confidence.value,
         candidates=candidates,
         refused=decision.refused,
+        way=decision.way,
     )

@@ -49,6 +49,7 @@ class NodeView:
     draining: bool
     cost: NodeCost = DEFAULT_COST
     links: Mapping[str, float] = field(default_factory=dict)  # time per relayed token, by name of the decode node
+    local_tokens: int = 0  # most prompt tokens that a decode node computes itself
 
 
 def view_of(record: fleet_pb2.NodeRecord) -> NodeView | None:
@@ -73,6 +74,7 @@ def view_of(record: fleet_pb2.NodeRecord) -> NodeView | None:
         queued_tokens=record.queued_tokens,
         draining=record.draining,
         cost=published_cost(record),
+        local_tokens=record.local_tokens,
         links={link.peer: link.token_s for link in record.links if link.token_s > 0.0},
     )
 

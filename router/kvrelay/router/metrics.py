@@ -31,6 +31,9 @@ class RouterMetrics:
         self._placements = Counter(
             "kvrelay_placements", "Requests by how sure the prefix index was", ["confidence"], registry=registry
         )
+        self._ways = Counter(
+            "kvrelay_prompts", "Requests by how their prompt got to the decode node", ["way"], registry=registry
+        )
         self._refusals = Counter(
             "kvrelay_refused_calls", "Calls that were not let in, by reason", ["reason"], registry=registry
         )
@@ -61,7 +64,8 @@ class RouterMetrics:
         """Also report the fleet as this router sees it; both are called on the HTTP thread."""
         self.registry.register(_Fleet(records, num_active))
 
-    def placed(self, confidence: Confidence) -> None:
+    def placed(self, confidence: Confidence, *, way: str) -> None:
+        self._ways.labels(way).inc()
         self._placements.labels(confidence.name.lower()).inc()
 
     def ended(self, status: str) -> None:

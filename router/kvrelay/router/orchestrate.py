@@ -49,6 +49,7 @@ class PlacedEvent:
     """The request is let in; sent once, also when it is placed again later."""
 
     placed: Placed
+    is_local: bool = False  # see `Attempt.is_local`
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ class Run:
         self._cached_tokens = 0
         self._resident_tokens = 0
         self.placed: Placed | None = None  # of the latest attempt
+        self.is_local = False  # so is this: decode completed the prompt itself
 
     @property
     def usage(self) -> Usage:
@@ -174,9 +176,10 @@ class Run:
         try:
             await attempt.reserve()
             self._timer.reserved()
+            self.is_local = attempt.is_local
             if not self._admitted:
                 self._admitted = True
-                yield PlacedEvent(placed)
+                yield PlacedEvent(placed, attempt.is_local)
             attempt.start()
             async with aclosing(self._follow(attempt)) as events:
                 async for event in events:
@@ -247,6 +250,11 @@ class Run:
         kind = message.WhichOneof("event")
         if kind == "admitted":
             self._note_admission(attempt, message.admitted)
+        elif kind == "first":
+            if not self._sent:
+                self._timer.prefill_ms = message.first.prefill_ms
+            merge.first_seen = True
+            yield self._send([convert.sampled_from_pb(message.first.token)])
         elif kind == "tokens":
             tokens = [convert.sampled_from_pb(token) for token in message.tokens.tokens]
             if merge.first_seen:
@@ -266,6 +274,8 @@ class Run:
 
     def _note_admission(self, attempt: Attempt, admitted: decode_pb2.DecodeAdmitted) -> None:
         attempt.decode_admitted()
+        if attempt.is_local and not self._sent:
+            self._cached_tokens = admitted.resident_tokens
         if len(self._sent) <= 1:
             self._resident_tokens = admitted.resident_tokens
             self._timer.exposed_relay_ms = admitted.exposed_relay_ms

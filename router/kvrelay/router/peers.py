@@ -37,6 +37,7 @@ class Placed:
     prefix_seed: bytes
     confidence: Confidence
     release: Callable[[], None]
+    is_local: bool = False  # the decode node may compute what it lacks itself; `prefill` is for when it does not
 
 
 class Placer(Protocol):

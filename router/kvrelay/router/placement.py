@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvrelay.core.errors import InvalidRequestError, UnavailableError
 from kvrelay.core.types import Role
-from kvrelay.router.score import NO_LOAD, Load, Question, Score, decode_score, prefill_score, work_s
+from kvrelay.router.score import NO_LOAD, Load, Question, Score, decode_score, local_score, prefill_score, work_s
 
 if TYPE_CHECKING:
     from kvrelay.router.fleet import NodeView
@@ -42,9 +42,13 @@ class Pair:
     refused: Mapping[str, str]  # node name -> why it was left out
     work_s: float = field(default=0.0, compare=False)  # predicted time of computing them
     scores: tuple[Score, ...] = field(default=(), compare=False)  # of every node that was not left out
+    local: Score | None = field(default=None, compare=False)  # set: the decode node computes what is missing itself
+    way: str = field(default="", compare=False)  # how the prompt gets to the decode node, and why so
 
     def backlog_s(self) -> float:
         """Return the predicted time of all work ahead."""
+        if self.local is not None:
+            return self.local.backlog_s
         return next((one.backlog_s for one in self.scores if one.node is self.prefill), 0.0)
 
     def step_s(self) -> float:
@@ -102,9 +106,51 @@ def place(nodes: Sequence[NodeView], question: Question) -> Pair:
         raise _none_left(nodes, question, refused)
     prefill, decode = min(choices, key=lambda both: _order(both[0], both[1], question))
     node = prefill.node
-    return Pair(
-        node, decode.node if decode else None, question.remaining(node), refused, work_s(node, question), tuple(scores)
+    if decode is None:
+        return Pair(node, None, question.remaining(node), refused, work_s(node, question), tuple(scores))
+    handed_s = prefill.total_s + decode.total_s + _link_s(node, decode.node, question)
+    local, why = _best_local(groups, question, choices, decode, handed_s)
+    if local is not None:
+        backup, tokens, compute = _of_layout(choices, local.node), local.local_tokens, local.parts["compute_s"]
+        return Pair(backup, local.node, tokens, refused, compute, tuple(scores), local, why)
+    remaining = question.remaining(node)
+    return Pair(node, decode.node, remaining, refused, work_s(node, question), tuple(scores), way=why)
+
+
+def _best_local(
+    groups: Mapping[bytes, tuple[list[NodeView], list[NodeView]]],
+    question: Question,
+    choices: Sequence[tuple[Score, Score | None]],
+    decode: Score,
+    handed_s: float,
+) -> tuple[Score | None, str]:
+    """Return the decode node that should complete the prompt itself, if one should, and why, or why not.
+
+    Args:
+        choices: the best pair of each layout that has one.
+        decode, handed_s: of the best one of all.
+    """
+    found = (
+        local_score(node, question, prefill=prefill.node)
+        for prefill, _ in choices
+        for node in groups[prefill.node.layout_fingerprint][1]
+        if node.local_tokens
     )
+    best = min((one for one in found if one is not None), key=lambda one: one.order, default=None)
+    if best is None:
+        return None, "handed over: no decode node has nearly all of the prompt"
+    name, tokens = best.node.incarnation.name, best.local_tokens
+    if (best.must_evict, best.total_s) < (decode.must_evict, handed_s):
+        return (
+            best,
+            f"{name} computes the last {tokens} tokens itself: {best.total_s:.3g} s, handed over {handed_s:.3g} s",
+        )
+    return None, f"handed over: {handed_s:.3g} s; {name} could compute {tokens} tokens itself in {best.total_s:.3g} s"
+
+
+def _of_layout(choices: Sequence[tuple[Score, Score | None]], node: NodeView) -> NodeView:
+    """Return the best prefill node of a decode node's layout."""
+    return next(one.node for one, _ in choices if one.node.layout_fingerprint == node.layout_fingerprint)
 
 
 def _prefill_scores(nodes: Sequence[NodeView], question: Question) -> list[Score]:

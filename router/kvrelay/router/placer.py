@@ -181,7 +181,14 @@ class IndexPlacer:
         hashes = work.hashes[pair.prefill.layout_fingerprint]
         entry = self._books.enter(pair, decode_pages=decode_pages, hashes=hashes, on_computed=on_computed)
         self._on_placed()
-        placed = Placed(pair.prefill, pair.decode, _seed(pair.prefill), choice.confidence, lambda: self._release(entry))
+        placed = Placed(
+            pair.prefill,
+            pair.decode,
+            _seed(pair.prefill),
+            choice.confidence,
+            lambda: self._release(entry),
+            is_local=pair.local is not None,
+        )
         return self._given_out(placed, entry, _explained(work, choice))
 
     def _admit(self, pair: Pair, terms: Terms) -> None:
@@ -214,7 +221,7 @@ class IndexPlacer:
         entry = self._entries.get(id(placed))
         if entry is None or entry.is_computed:
             return
-        if entry.is_alone and entry.shares[0].tokens >= LEAST_OBSERVED_TOKENS:
+        if not placed.is_local and entry.is_alone and entry.shares[0].tokens >= LEAST_OBSERVED_TOKENS:
             share = entry.shares[0]
             took_s = self._clock() - entry.entered_s
             self._observe(share.node, predicted_s=share.work_s, took_s=took_s)

@@ -2,6 +2,7 @@
 
     prefill   wait for the work ahead + compute what is not cached + evenness
     decode    relay what is not resident + room + the steps of its answer
+    local     a decode node computes the little that it lacks itself, between the steps of the others, who wait
 
 Two parts are no time of this request but what it takes from others: a token computed here keeps those behind it
 waiting (CROWDING), and a node that has worked more than its share lately has less left for the next ones (EVENNESS).
@@ -83,6 +84,7 @@ class Score:
     must_evict: bool = False
     backlog_s: float = 0.0  # all work ahead on a prefill node, also that of longer requests
     step_s: float = 0.0  # of a decode step with the request
+    local_tokens: int = 0  # of the prompt, that a decode node computes itself
 
     @property
     def order(self) -> tuple[bool, float, int, str]:
@@ -147,3 +149,30 @@ def decode_score(node: NodeView, question: Question) -> Score:
     }
     must_evict = node.free_pages - load.pages < question.pages(node)
     return Score(node, parts, sum(parts.values()), must_evict, step_s=step)
+
+
+def local_score(node: NodeView, question: Question, *, prefill: NodeView) -> Score | None:
+    """Return the cost of a request whose prompt a decode node completes itself; None when too much is missing.
+
+    Args:
+        prefill: a node of the same model; its speed stands for that of a decode node that has not measured its own.
+    """
+    last_block = (question.prompt_tokens - 1) // node.block_tokens * node.block_tokens
+    cached = min(question.cached_tokens.get(node.incarnation, 0), last_block)
+    tokens = question.prompt_tokens - cached
+    if not cached or tokens > node.local_tokens:
+        return None
+    load, handed_over = question.load(node), decode_score(node, question)
+    cost = node.cost if node.cost.is_measured_local else prefill.cost
+    compute = compute_s(cost, tokens=tokens, cached=cached, ring_size=1, break_even_tokens=1)
+    active = max(node.active_requests, load.requests)
+    parts = {
+        "wait_s": sum(load.works_s),
+        "compute_s": compute,
+        "crowding_s": CROWDING * compute * active,
+        "steps_s": handed_over.parts["steps_s"],
+    }
+    return Score(
+        node, parts, sum(parts.values()), handed_over.must_evict, backlog_s=sum(load.works_s),
+        step_s=handed_over.step_s, local_tokens=tokens,
+    )  # fmt: skip

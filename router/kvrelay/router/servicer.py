@@ -186,9 +186,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         reason = await self._follow(run, stream, seed=valid.sampling.seed)
         assert run.placed is not None, "a request that ran has a place"
         await stream.tokens(output.finish())
-        at_prefill = len(output.token_ids) == 1
+        at_prefill = len(output.token_ids) == 1 and not run.is_local
         usage = replace(run.usage, completion_tokens=len(output.token_ids))
-        placement = placement_to_pb(run.placed, with_decode=not at_prefill)
+        placement = placement_to_pb(run.placed, with_decode=not at_prefill, is_local=run.is_local)
         time = timer.split()
         self._metrics.finished(time, usage)
         await stream.finished(reason, placement, usage, time)
@@ -220,9 +220,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async with aclosing(run.events()) as events:
             async for event in events:
                 if isinstance(event, PlacedEvent):
-                    self._metrics.placed(event.placed.confidence)
+                    self._metrics.placed(event.placed.confidence, way="local" if event.is_local else "handed_over")
                     self._placer.named(event.placed, stream.request_id)
-                    await stream.accepted(event.placed, seed=seed)
+                    await stream.accepted(event.placed, seed=seed, is_local=event.is_local)
                 elif isinstance(event, ProgressEvent):
                     if not stream.output.token_ids:  # else a retry goes on behind tokens that the client has
                         await stream.progress(event.prefilled_tokens)

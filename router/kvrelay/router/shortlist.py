@@ -30,6 +30,7 @@ Mask = npt.NDArray[np.bool_]
 
 _INTS = (
     "ring_size", "max_model_len", "page_tokens", "total_pages", "free_pages", "active_requests", "queued_tokens",
+    "block_tokens", "local_tokens",
 )  # fmt: skip
 _COSTS = (
     "start_s", "token_s", "pair_s", "break_even_tokens", "relay_start_s", "relay_token_s", "step_s", "sequence_s",
@@ -144,7 +145,15 @@ class _Columns:
             few.add(int(prefill[recent_s[prefill].argmin()]))  # evenness is relative to it
             if question.needs_decode:
                 few.update(self._best(decode, decode_s[decode], must_evict[decode]))
+                few.update(self._local(decode, question, cached, decode_s, must_evict))
         return sorted(few), np.flatnonzero(~takes).tolist()
+
+    def _local(self, decode: Ints, question: Question, cached: Ints, decode_s: Floats, must_evict: Mask) -> list[int]:
+        """Return the best decode nodes of those that might complete the prompt themselves."""
+        block = self._ints["block_tokens"][decode]
+        held = np.minimum(cached[decode], (question.prompt_tokens - 1) // block * block)
+        near = decode[(held > 0) & (question.prompt_tokens - held <= self._ints["local_tokens"][decode])]
+        return self._best(near, decode_s[near], must_evict[near]) if len(near) else []
 
     def _best(self, rows: Ints, total_s: Floats, must_evict: Mask) -> list[int]:
         """Return the first rows in the order of `Score.order`."""

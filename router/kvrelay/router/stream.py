@@ -22,12 +22,14 @@ _CONFIDENCE = {
 }
 
 
-def placement_to_pb(placed: Placed, *, with_decode: bool = True) -> pb.Placement:
+def placement_to_pb(placed: Placed, *, with_decode: bool = True, is_local: bool = False) -> pb.Placement:
+    """`is_local`: the decode node completed the prompt itself."""
     decode = placed.decode.incarnation.name if with_decode and placed.decode is not None else ""
+    prefill = placed.decode if is_local and placed.decode is not None else placed.prefill
     return pb.Placement(
-        prefill_node=placed.prefill.incarnation.name,
+        prefill_node=prefill.incarnation.name,
         decode_node=decode,
-        ring_size=placed.prefill.ring_size,
+        ring_size=prefill.ring_size,
         index_confidence=_CONFIDENCE[placed.confidence],
     )
 
@@ -43,8 +45,8 @@ class ClientStream:
     clock: Clock = monotonic
     _progress_from: tuple[float, int] | None = None  # when and at how many tokens the rate began
 
-    async def accepted(self, placed: Placed, *, seed: int) -> None:
-        nodes = placement_to_pb(placed)
+    async def accepted(self, placed: Placed, *, seed: int, is_local: bool) -> None:
+        nodes = placement_to_pb(placed, is_local=is_local)
         event = pb.Accepted(request_id=self.request_id, nodes=nodes, prompt_tokens=self.prompt_tokens, seed=seed)
         await self.send(pb.GenerateEvent(accepted=event))
 

@@ -124,6 +124,7 @@ class ReserveRequest(_message.Message):
     NUM_SENT_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_SEED_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    MAY_COMPUTE_FIELD_NUMBER: _builtins.int
     ring_size: _builtins.int
     packed_ids: _builtins.bytes
     """Little-endian uint32, the whole prompt: for residency, penalties and the names of later blocks."""
@@ -134,6 +135,8 @@ class ReserveRequest(_message.Message):
     """Index chain seed of this request's tenant."""
     timeout_ms: _builtins.int
     """Time left for the whole request, counted from receipt."""
+    may_compute: _builtins.bool
+    """The node may compute what it lacks of the prompt itself when that is little: its reply says whether it does."""
     @_builtins.property
     def request(self) -> _common_pb2.RequestRef: ...
     @_builtins.property
@@ -162,10 +165,11 @@ class ReserveRequest(_message.Message):
         num_sent_tokens: _builtins.int = ...,
         prefix_seed: _builtins.bytes = ...,
         timeout_ms: _builtins.int = ...,
+        may_compute: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "node", b"node", "request", b"request", "sampling", b"sampling", "writer", b"writer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "layout_fingerprint", b"layout_fingerprint", "node", b"node", "num_sent_tokens", b"num_sent_tokens", "packed_ids", b"packed_ids", "prefix_seed", b"prefix_seed", "request", b"request", "ring_size", b"ring_size", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "layout_fingerprint", b"layout_fingerprint", "may_compute", b"may_compute", "node", b"node", "num_sent_tokens", b"num_sent_tokens", "packed_ids", b"packed_ids", "prefix_seed", b"prefix_seed", "request", b"request", "ring_size", b"ring_size", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -176,16 +180,20 @@ class ReserveReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_FIELD_NUMBER: _builtins.int
+    COMPUTES_FIELD_NUMBER: _builtins.int
+    computes: _builtins.bool
+    """The node computes the rest of the prompt and the first token itself; nobody may attach under this ticket."""
     @_builtins.property
     def ticket(self) -> _handoff_pb2.Ticket: ...
     def __init__(
         self,
         *,
         ticket: _handoff_pb2.Ticket | None = ...,
+        computes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computes", b"computes", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -222,24 +230,30 @@ class DecodeEvent(_message.Message):
     ADMITTED_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admitted(self) -> Global___DecodeAdmitted: ...
     @_builtins.property
     def tokens(self) -> Global___DecodeTokens: ...
     @_builtins.property
     def done(self) -> Global___DecodeDone: ...
+    @_builtins.property
+    def first(self) -> Global___DecodeFirst:
+        """Of a request whose prompt this node completed itself; comes before any other token."""
+
     def __init__(
         self,
         *,
         admitted: Global___DecodeAdmitted | None = ...,
         tokens: Global___DecodeTokens | None = ...,
         done: Global___DecodeDone | None = ...,
+        first: Global___DecodeFirst | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "done", b"done", "event", b"event", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "done", b"done", "event", b"event", "first", b"first", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "done", b"done", "event", b"event", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "done", b"done", "event", b"event", "first", b"first", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "tokens", "done"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "tokens", "done", "first"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -284,6 +298,34 @@ class DecodeAdmitted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeAdmitted: _TypeAlias = DecodeAdmitted  # noqa: Y015
+
+@_typing.final
+class DecodeFirst(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    PREFILL_MS_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    prefill_ms: _builtins.float
+    """From Reserve to this token."""
+    computed_tokens: _builtins.int
+    """Prompt tokens that were computed here."""
+    @_builtins.property
+    def token(self) -> _common_pb2.SampledToken: ...
+    def __init__(
+        self,
+        *,
+        token: _common_pb2.SampledToken | None = ...,
+        prefill_ms: _builtins.float = ...,
+        computed_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "prefill_ms", b"prefill_ms", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeFirst: _TypeAlias = DecodeFirst  # noqa: Y015
 
 @_typing.final
 class DecodeTokens(_message.Message):

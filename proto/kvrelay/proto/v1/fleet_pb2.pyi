@@ -61,6 +61,7 @@ class NodeRecord(_message.Message):
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     COST_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    LOCAL_TOKENS_FIELD_NUMBER: _builtins.int
     role: Global___NodeRole.ValueType
     endpoint: _builtins.str
     """host:port of its gRPC server."""
@@ -80,6 +81,8 @@ class NodeRecord(_message.Message):
     active_requests: _builtins.int
     queued_tokens: _builtins.int
     """Prompt tokens waiting or in work (prefill), sequences running (decode)."""
+    local_tokens: _builtins.int
+    """Most prompt tokens that a decode node computes itself instead of having them handed over; 0 = none."""
     @_builtins.property
     def node(self) -> _common_pb2.Incarnation: ...
     @_builtins.property
@@ -111,10 +114,11 @@ class NodeRecord(_message.Message):
         queued_tokens: _builtins.int = ...,
         cost: Global___NodeCost | None = ...,
         links: _abc.Iterable[Global___Link] | None = ...,
+        local_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "block_tokens", b"block_tokens", "cost", b"cost", "draining", b"draining", "dtype", b"dtype", "endpoint", b"endpoint", "free_pages", b"free_pages", "layout_fingerprint", b"layout_fingerprint", "links", b"links", "max_model_len", b"max_model_len", "model", b"model", "model_id", b"model_id", "node", b"node", "page_tokens", b"page_tokens", "queued_tokens", b"queued_tokens", "ring_size", b"ring_size", "role", b"role", "total_pages", b"total_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "block_tokens", b"block_tokens", "cost", b"cost", "draining", b"draining", "dtype", b"dtype", "endpoint", b"endpoint", "free_pages", b"free_pages", "layout_fingerprint", b"layout_fingerprint", "links", b"links", "local_tokens", b"local_tokens", "max_model_len", b"max_model_len", "model", b"model", "model_id", b"model_id", "node", b"node", "page_tokens", b"page_tokens", "queued_tokens", b"queued_tokens", "ring_size", b"ring_size", "role", b"role", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -125,6 +129,7 @@ class NodeCost(_message.Message):
     """Coefficients of a node's own times, fitted to what it has done. Work of n prompt tokens behind c cached ones takes
       start_s + n * token_s / ring_size + (n * c + n * n / 2) * pair_s / ring_size,
     a decode step of n sequences with c tokens of context together step_s + n * sequence_s + c * context_token_s.
+    A decode node's prefill is what it computes itself between its steps.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -613,9 +618,12 @@ class ExplainReply(_message.Message):
     INDEX_CONFIDENCE_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    WAY_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     index_confidence: _builtins.str
     """exact, degraded or fallback: how sure the prefix index was."""
+    way: _builtins.str
+    """How the prompt gets to the decode node, and why so."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """Every node that could have taken it, best first within its role."""
@@ -631,10 +639,11 @@ class ExplainReply(_message.Message):
         index_confidence: _builtins.str = ...,
         candidates: _abc.Iterable[Global___Candidate] | None = ...,
         refused: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        way: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "index_confidence", b"index_confidence", "prompt_tokens", b"prompt_tokens", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "index_confidence", b"index_confidence", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "way", b"way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -239,6 +239,7 @@ class Placement(_message.Message):
     RING_SIZE_FIELD_NUMBER: _builtins.int
     INDEX_CONFIDENCE_FIELD_NUMBER: _builtins.int
     prefill_node: _builtins.str
+    """The decode node's name when that computed what was missing itself."""
     decode_node: _builtins.str
     """Empty when the request ended at prefill."""
     ring_size: _builtins.int
