@@ -7,9 +7,10 @@ import json
 import pytest
 import torch
 
-from kvrelay.bench import device_rates, memory
+from kvrelay.bench import device_rates, memory, step_transformers
 from kvrelay.bench.random_model import TINY, V2_LITE, random_model
 from kvrelay.core.layout import PageLayout
+from kvrelay.model.tensors import expected_tensors
 from repo import ROOT
 
 
@@ -49,3 +50,25 @@ def test_routers_of_zeros_send_all_tokens_to_the_same_experts() -> None:
     _, experts = model.layers[1]._feed_forward.router(torch.randn(5, TINY.hidden_size))  # type: ignore[attr-defined]
 
     assert (experts.sort().values == experts[0].sort().values).all()
+
+
+def test_transformers_makes_a_model_of_our_shape_and_is_timed_beside_ours() -> None:
+    pytest.importorskip("transformers")
+    theirs = step_transformers.measure(TINY, torch.device("cpu"), prompt_tokens=8, steps=2, runs=1)
+    decode = [{"batch": 1, "context": 8, "same_experts": False, "step_ms": theirs["step_ms"] / 2}]
+    prefill = [{"prompt_tokens": 8, "same_experts": False, "ttft_ms": theirs["ttft_ms"]}]
+
+    found = step_transformers.beside(theirs, {"decode": decode, "prefill": prefill})
+
+    assert found["our_step_over_theirs"] == pytest.approx(0.5, rel=1e-3)
+    assert found["our_ttft_over_theirs"] == 1.0
+
+
+def test_their_configuration_has_as_many_weights_as_ours() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DeepseekV2Config(**step_transformers.their_config(TINY))
+
+    model = transformers.AutoModelForCausalLM.from_config(config)
+
+    ours = sum(torch.Size(shape).numel() for shape in expected_tensors(TINY).values())
+    assert sum(parameter.numel() for parameter in model.parameters()) == ours

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrelay.bench import device_rates, report, step_profile, vllm_figures
+from kvrelay.bench import device_rates, report, step_profile, step_transformers, vllm_figures
 from kvrelay.bench.device_rates import Rates
 from kvrelay.bench.random_model import SHAPES, random_model
 from kvrelay.core.types import Sampling
@@ -152,6 +152,11 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    if options.transformers:
+        theirs = step_transformers.measure(
+            SHAPES[options.shape], device, prompt_tokens=options.prompt[0], steps=options.steps, runs=options.runs
+        )
+        result["transformers"] = step_transformers.beside(theirs, result)
     return result
 
 
