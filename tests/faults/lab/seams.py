@@ -51,8 +51,8 @@ def _install_in_router(board: Switchboard) -> None:
     from kvrelay.router.fleet import FleetView  # noqa: PLC0415
     from kvrelay.router.leases import LeaseKeeper  # noqa: PLC0415
 
-    placer: Any = import_module("kvrelay.router.placer")
-    renew, place, made = LeaseKeeper._renew_all, placer.place, FleetView.__init__
+    shortlist: Any = import_module("kvrelay.router.shortlist")
+    renew, place, made = LeaseKeeper._renew_all, shortlist.place, FleetView.__init__
 
     def lossy(keeper: Any) -> None:
         if board.ask("renew") is None:
@@ -71,7 +71,7 @@ def _install_in_router(board: Switchboard) -> None:
         board.on_forgive.append(forget)
 
     setattr(LeaseKeeper, "_renew_all", lossy)  # noqa: B010 - a type checker would object
-    placer.place = among_the_named
+    shortlist.place = among_the_named
     setattr(FleetView, "__init__", forgiving)  # noqa: B010
 
 
