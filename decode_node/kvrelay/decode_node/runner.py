@@ -10,6 +10,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -115,11 +116,17 @@ class StepThread:
         loop: asyncio.AbstractEventLoop,
         on_report: Callable[[Report], None],
         local_pause_s: float = 0.025,
+        step_floor_s: float = 0.0,
         clock: Clock = monotonic,
     ) -> None:
-        """`local_pause_s`: longest pause between two steps for a chunk of a prompt that is completed here."""
+        """
+        Args:
+            local_pause_s: longest pause between two steps for a chunk of a prompt that is completed here.
+            step_floor_s: a step takes at least this long, as on a slower device.
+        """
         self._engine = engine
         self._prompts = LocalPrompts(pause_s=local_pause_s)
+        self._step_floor_s = step_floor_s
         self._scheduler = DecodeScheduler(max_batch=max_batch)
         self._states: dict[int, SequenceState] = {}
         self._loop = loop
@@ -213,6 +220,8 @@ class StepThread:
     def _step(self, batch: tuple[Sequence, ...]) -> Stepped:
         began_s, context_tokens = self._clock(), sum(one.position for one in batch)
         tokens = self._engine.step(batch, [self._states[sequence.key] for sequence in batch])
+        if (early_s := began_s + self._step_floor_s - self._clock()) > 0:
+            time.sleep(early_s)
         chosen = tuple(self._take(sequence.key, token) for sequence, token in zip(batch, tokens, strict=True))
         self._busy_since_s = ended_s = self._clock()
         self.step_times.observe(ended_s - began_s, x=len(batch), y=context_tokens)
