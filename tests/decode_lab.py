@@ -14,8 +14,11 @@ import torch
 from grpc import aio
 
 from kvrelay.core import prefix_hash, shard
+from kvrelay.core.drain import DrainRequests
+from kvrelay.core.lifecycle import StopSignals
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Counters, FinishReason, Incarnation, SampledToken, Sampling
+from kvrelay.decode_node.data_plane import start_decode_agent
 from kvrelay.decode_node.serving import DecodeServer
 from kvrelay.decode_node.settings import DecodeSettings
 from kvrelay.kv_transfer.agent_thread import TransferThread
@@ -122,6 +125,7 @@ class Lab:
     server: DecodeServer
     stub: decode_pb2_grpc.DecodeNodeAsyncStub
     prefill: PrefillSide
+    asked: DrainRequests
     holder: Incarnation = field(default_factory=lambda: Incarnation.new("router"))
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -189,14 +193,18 @@ async def running(
     )
     pool = LatentPool(model.layout(block_tokens=BLOCK_TOKENS), num_pages, CPU)
     _ALIVE.append(pool)
-    server = DecodeServer(made, Loaded(CPU, model, pool), Incarnation.new("decode"))
+    incarnation = Incarnation.new("decode")
+    agent = start_decode_agent(pool, made, incarnation, on_fatal=lambda: None)
+    asked = DrainRequests(StopSignals())
+    server = DecodeServer(made, Loaded(CPU, model, pool), incarnation, agent, asked)
     await server.start()
     prefill = PrefillSide.start(model, ring_size=ring_size)
     try:
         async with connect(server.endpoint, max_message_bytes=32 << 20) as channel:
-            yield Lab(server, decode_pb2_grpc.DecodeNodeStub(channel), prefill)
+            yield Lab(server, decode_pb2_grpc.DecodeNodeStub(channel), prefill, asked)
     finally:
         await server.stop()
+        await asyncio.to_thread(agent.transfer.stop)
         prefill.stop()
 
 

@@ -65,6 +65,9 @@ class Processes:
     def address(self, name: str) -> str:
         return self._members[name].listen
 
+    def process(self, name: str) -> psutil.Process:
+        return psutil.Process(self._members[name].process.pid)
+
     def metrics(self, name: str) -> str:
         """Return the address of a member's metrics; it listens there on a port besides its own."""
         ports = {one.laddr.port for one in psutil.Process(self._members[name].process.pid).net_connections("tcp")

@@ -21,6 +21,7 @@ TASKS_OTHERS_LOOK_AFTER = {
     "attach_stream.py",  # what one peer says; its end ends the stream
     "registration.py",  # a task group
     "app.py",  # waits for events
+    "drain.py",  # waits for events
 }
 
 

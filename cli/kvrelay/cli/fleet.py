@@ -16,6 +16,7 @@ from kvrelay.proto.v1 import fleet_pb2, fleet_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0
 _ROLE_PREFIX = "NODE_ROLE_"
+_ROLES = {"prefill": fleet_pb2.NODE_ROLE_PREFILL, "decode": fleet_pb2.NODE_ROLE_DECODE}
 _TABLE_WIDTH = 1000  # more than any row has
 
 
@@ -37,13 +38,22 @@ def run_nodes(options: argparse.Namespace) -> int:
 
 def run_drain(options: argparse.Namespace) -> int:
     """Ask the router to drain one node; returns at once, the node exits when its work is done."""
-    request = fleet_pb2.DrainNodeRequest(name=options.node)
+    return _drain(options, fleet_pb2.DrainNodeRequest(name=options.node), "is draining")
+
+
+def run_role(options: argparse.Namespace) -> int:
+    """Ask the router to give one node the other role; returns at once, the node takes it when its work is done."""
+    request = fleet_pb2.DrainNodeRequest(name=options.node, next_role=_ROLES[options.role])
+    return _drain(options, request, f"is draining to become a {options.role} node")
+
+
+def _drain(options: argparse.Namespace, request: fleet_pb2.DrainNodeRequest, what: str) -> int:
     try:
         with client.connect(options.endpoint, Identity.of(options)) as channel:
             reply = fleet_pb2_grpc.FleetStub(channel).DrainNode(request, timeout=CALL_TIMEOUT_S)
     except grpc.RpcError as err:
         return _failed(err)
-    print(f"{options.node} is draining, {reply.active_requests} requests to finish")
+    print(f"{options.node} {what}, {reply.active_requests} requests to finish")
     return 0
 
 

@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         if args and args[0] in ROLES:
-            return _call(f"{ROLES[args[0]]}:main", args[1:])
+            return _call(ROLES[args[0]], args[1:])
         options = build_parser().parse_args(args)
         status = _call(options.run, options)
         sys.stdout.flush()  # here, where a reader that has gone can still be told from a failure

@@ -20,9 +20,9 @@ from kvrelay.cli.scale_options import add_scale_advice
 
 # Role commands: what serves them. They parse their own options, which are also environment variables.
 ROLES = {
-    "router": "kvrelay.router.app",
-    "prefill": "kvrelay.prefill_node.app",
-    "decode": "kvrelay.decode_node.app",
+    "router": "kvrelay.router.app:main",
+    "prefill": "kvrelay.cli.node_process:prefill",
+    "decode": "kvrelay.cli.node_process:decode",
 }
 _ROLE_HELP = {
     "router": "one router: what clients talk to",
@@ -43,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_nodes(commands.add_parser("nodes", help="what runs where"))
     _add_top(commands.add_parser("top", help="live view of a router and its nodes"))
     _add_drain(commands.add_parser("drain", help="take a node out without losing a request"))
+    _add_role(commands.add_parser("role", help="let a node of one rank go on in the other role"))
     _add_fence(commands.add_parser("fence", help="say that a node is dead, so that pages kept from it come back"))
     _add_explain(commands.add_parser("explain", help="why a request went where it went"))
     _add_health(commands.add_parser("health", help="whether a server is ready; for probes"))
@@ -131,6 +132,14 @@ def _add_drain(drain: argparse.ArgumentParser) -> None:
     drain.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
     add_identity(drain)
     drain.set_defaults(run="kvrelay.cli.fleet:run_drain")
+
+
+def _add_role(role: argparse.ArgumentParser) -> None:
+    role.add_argument("node", metavar="NODE", help="name, as `kvrelay nodes` shows it")
+    role.add_argument("role", choices=["prefill", "decode"], help="what it shall be")
+    role.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
+    add_identity(role)
+    role.set_defaults(run="kvrelay.cli.fleet:run_role")
 
 
 def _add_fence(fence: argparse.ArgumentParser) -> None:

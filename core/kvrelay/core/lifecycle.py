@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from enum import Enum
 from typing import NoReturn
 
 from kvrelay.core import logs
@@ -17,6 +18,14 @@ from kvrelay.core.types import Incarnation, Role
 
 _PR_SET_PDEATHSIG = 1
 log = logging.getLogger(__name__)
+
+
+class Ending(Enum):
+    """How a node's time in one role ends."""
+
+    LEAVES = "leaves"  # everything here is finished; the process ends with status 0
+    CRASHED = "crashed"
+    SWITCHES = "switches"  # everything here is finished, and the process goes on in the other role
 
 
 def set_up_logging(level: str, log_format: logs.LogFormat = "text") -> None:
@@ -67,10 +76,12 @@ def end_process(status: int) -> NoReturn:
 class StopSignals:
     """SIGTERM and SIGINT as an event: the first asks for a drain, the second ends the process at once."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Take the signals over on this loop; without one only `ask` sets the event."""
         self._asked = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+            if loop is not None:
+                loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         if self._asked.is_set():

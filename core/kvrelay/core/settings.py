@@ -22,6 +22,7 @@ from kvrelay.core.logs import LogFormat
 _ADDRESS = r"^.+:\d{1,5}$"
 LogLevel = Literal["debug", "info", "warning", "error"]
 S = TypeVar("S", bound="CommonSettings")
+N = TypeVar("N", bound="NodeSettings")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -126,6 +127,21 @@ def load(cls: type[S], argv: list[str], *, prog: str, environ: Mapping[str, str]
         return CliApp.run(cls, cli_args=argv, cli_settings_source=source)
     except ValidationError as err:
         raise SettingsError(f"{prog}: " + "; ".join(map(_describe, err.errors()))) from err
+
+
+def in_other_role(cls: type[N], settings: NodeSettings, **fixed: Any) -> N:
+    """Return the settings that a node has when its process takes another role.
+
+    What all nodes have is as in `settings`; the rest is `fixed`, or by the other role's variables and defaults.
+
+    Raises:
+        SettingsError: a variable of the other role is wrong.
+    """
+    common = {name: getattr(settings, name) for name in NodeSettings.model_fields}
+    try:
+        return cls(**common | fixed)
+    except ValidationError as err:
+        raise SettingsError(f"{cls.__name__}: " + "; ".join(map(_describe, err.errors()))) from err
 
 
 def _describe(problem: ErrorDetails) -> str:

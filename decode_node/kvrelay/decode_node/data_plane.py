@@ -1,4 +1,4 @@
-"""The data plane of a decode process: its agent's thread, and the fence cells that writers write into."""
+"""The data plane of a decode process: its agent, with the fence cells that writers write into."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from collections.abc import Callable
 
 from kvrelay.core.types import Incarnation
 from kvrelay.decode_node.settings import DecodeSettings
-from kvrelay.kv_transfer.agent_thread import TransferThread
-from kvrelay.kv_transfer.pool_agent import start_agent
-from kvrelay.kv_transfer.transport import Cells
+from kvrelay.kv_transfer.pool_agent import PoolAgent, start_agent
 from kvrelay.kv_transfer.values import MAX_RING_SIZE
 from kvrelay.kvcache.pool import LatentPool
 
 
-def start_transfer(
+def start_decode_agent(
     pool: LatentPool, settings: DecodeSettings, node: Incarnation, *, on_fatal: Callable[[], None]
-) -> tuple[TransferThread, Cells]:
-    """Start the agent of the data plane; return it and the fence cells.
+) -> PoolAgent:
+    """Start the agent of the data plane. It also serves a process that prefills: writers need a few cells only.
 
     Raises:
         TransferError: the transport does not start.

@@ -9,6 +9,7 @@ from typing import Any
 from grpc import aio
 
 from kvrelay.core import tracing
+from kvrelay.core.drain import OnDrain
 from kvrelay.core.errors import ServeError
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.types import SampledToken
@@ -28,7 +29,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
         *,
         lease_s: float,
         max_request_s: float,
-        drain: Callable[[], None],
+        drain: OnDrain,
         stats: Callable[[], common_pb2.NodeStats],
     ) -> None:
         self._node = node
@@ -82,7 +83,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
         self, request: common_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]
     ) -> common_pb2.DrainReply:
         active = self._node.records.num_active
-        self._drain()
+        async with grpc_status(context):
+            self._drain(switch_role=request.switch_role)
         return common_pb2.DrainReply(active_requests=active)
 
     async def Stats(

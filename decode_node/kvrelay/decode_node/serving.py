@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.core import telemetry
 from kvrelay.core.address import advertised
+from kvrelay.core.drain import DrainRequests
 from kvrelay.core.health import ProgressWatch
 from kvrelay.core.supervise import keep
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.decode_node.admission import PageBook
-from kvrelay.decode_node.data_plane import start_transfer
 from kvrelay.decode_node.engine import DecodeEngine
 from kvrelay.decode_node.intake import Limits
 from kvrelay.decode_node.lease import LeaseThread
@@ -29,9 +29,8 @@ from kvrelay.decode_node.stats import node_stats
 from kvrelay.index.registry import NodeRegistry
 from kvrelay.index.writer import PrefixWriter
 from kvrelay.kv_transfer import local
-from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.hub_values import HubCallbacks
-from kvrelay.kv_transfer.pool_agent import local_pool
+from kvrelay.kv_transfer.pool_agent import PoolAgent, local_pool
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.model.loaded import Loaded
 from kvrelay.proto.convert import incarnation_to_pb
@@ -49,10 +48,17 @@ _STOP_GRACE_S = 1.0
 class DecodeServer:
     """A running node. Create and start it on the event loop that it is to live on."""
 
-    def __init__(self, settings: DecodeSettings, loaded: Loaded, incarnation: Incarnation) -> None:
+    def __init__(
+        self, settings: DecodeSettings, loaded: Loaded, incarnation: Incarnation, agent: PoolAgent, asked: DrainRequests
+    ) -> None:
+        """
+        Args:
+            agent: of the pool, see `start_decode_agent`; the node does not stop it.
+            asked: where others ask for a drain; carrying it out is the caller's.
+        """
         loop = asyncio.get_running_loop()
         layout, config = loaded.pool.layout, loaded.model.config
-        self.drain_asked = asyncio.Event()
+        self._agent, self._asked = agent, asked
         self._settings = settings
         self._tls = Tls.load(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key)
         self._loaded = loaded
@@ -87,38 +93,39 @@ class DecodeServer:
             loop=loop,
             on_report=self.node.on_report,
             local_pause_s=settings.local_prefill_pause_ms / 1000,
+            step_floor_s=settings.step_floor_ms / 1000,
         )
-        self._transfer, self._hub = self._data_plane(loop)
+        self._hub = self._reader_hub(loop)
         self.node.wire(hub=self._hub, steps=self._steps)
         self._presence = Presence(
             NodeRegistry(settings.index_url, settings.fleet),
             record=self._record,
             writers=self._hub.open_writers,
             on_writer_replaced=self._hub.writer_dead,
-            on_replaced=self.drain_asked.set,
+            on_replaced=asked.ask,
             heartbeat_s=settings.heartbeat_s,
         )
         self._lease = LeaseThread(loop, self._tick)
-        threads = {"step": self._steps.stuck_s, "transfer": self._transfer.stuck_s, "lease": self._lease.stuck_s}
+        threads = {"step": self._steps.stuck_s, "transfer": agent.transfer.stuck_s, "lease": self._lease.stuck_s}
         self._progress = ProgressWatch(threads, limit_s=settings.stuck_after_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: Server
         self._advertised: str
         self._metrics: telemetry.MetricsEndpoint | None = None
 
-    def _data_plane(self, loop: asyncio.AbstractEventLoop) -> tuple[TransferThread, ReaderHub]:
-        loaded, settings, node = self._loaded, self._settings, self.node
+    def _reader_hub(self, loop: asyncio.AbstractEventLoop) -> ReaderHub:
+        settings, node, agent = self._settings, self.node, self._agent
 
         def on_fatal() -> None:
             loop.call_soon_threadsafe(node.crash, "transfer thread")
 
-        transfer, cells = start_transfer(loaded.pool, settings, node.incarnation, on_fatal=on_fatal)
+        agent.on_fatal = on_fatal
         hub = ReaderHub(
             node=node.incarnation,
             endpoint="",
-            pool=local_pool(loaded.pool),
-            cells=cells,
-            thread=transfer,
+            pool=local_pool(self._loaded.pool),
+            cells=agent.cells,
+            thread=agent.transfer,
             callbacks=HubCallbacks(
                 on_admitted=node.on_admitted,
                 on_failed=node.on_failed,
@@ -127,7 +134,8 @@ class DecodeServer:
             ),
             limits=local.Limits(fence_timeout_s=settings.fence_timeout_s, max_message_bytes=settings.max_message_bytes),
         )
-        return transfer, hub
+        hub.last_epoch = agent.last_epoch
+        return hub
 
     async def start(self) -> None:
         """Serve, and enter the registry.
@@ -141,7 +149,7 @@ class DecodeServer:
             self._hub,
             lease_s=self._settings.lease_s,
             max_request_s=self._settings.max_request_s,
-            drain=self.drain_asked.set,
+            drain=self._asked.ask,
             stats=self.stats,
         )
         self._server = await serve_grpc(
@@ -180,8 +188,20 @@ class DecodeServer:
         while not self.node.is_drained:  # noqa: ASYNC110 - many events lead there; they need not all know
             await asyncio.sleep(_DRAIN_CHECK_S)
 
+    @property
+    def why_not_elsewhere(self) -> str:
+        """Return why the pool of this drained node cannot be used otherwise; nothing when it can."""
+        if held := self.node.book.account().quarantined:
+            return f"{held} pages are in quarantine: a writer that nobody hears of may still reach them"
+        return "" if self._agent.transfer.is_idle else "a writer may still reach its pages"
+
+    def serve_again(self) -> None:
+        """Take new requests again after `drained`."""
+        self.node.leaving = self.node.draining = False
+        self._presence.hurry()
+
     async def stop(self) -> None:
-        """End all threads and leave the fleet. The pool stays registered until the process exits."""
+        """End all threads but the agent's, and leave the fleet."""
         self._lease.stop()
         for task in self._tasks:
             task.cancel()
@@ -192,13 +212,13 @@ class DecodeServer:
         await self._writer.stop()
         await self._server.stop(_STOP_GRACE_S)
         await asyncio.to_thread(self._steps.stop)
-        await asyncio.to_thread(self._transfer.stop)
+        self._agent.last_epoch = self._hub.last_epoch
 
     def stats(self) -> common_pb2.NodeStats:
         return node_stats(
             self.node,
             sessions=self._hub.stats().sessions,
-            counters=(self._hub.counters.values, self._transfer.counters.values, self._writer.counters.values),
+            counters=(self._hub.counters.values, self._agent.transfer.counters.values, self._writer.counters.values),
         )
 
     async def _stats_now(self) -> common_pb2.NodeStats:

@@ -111,6 +111,17 @@ class TransferThread:
         return 0.0 if since_s is None else self._clock() - since_s
 
     @property
+    def is_idle(self) -> bool:
+        """No write of ours is in flight, and no peer's write is expected or waited for. Any thread."""
+        return not (
+            self._outgoing
+            or self._drains
+            or self._landings.open_epochs
+            or self._round_since_s
+            or self._commands.qsize()
+        )
+
+    @property
     def address(self) -> Address:
         return self._started.result(0)
 

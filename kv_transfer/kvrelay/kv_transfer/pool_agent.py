@@ -1,10 +1,11 @@
-"""From a latent pool to the data plane: its bytes as the hand-off sees them, and the thread of the agent over it."""
+"""From a latent pool to the data plane: its bytes as the hand-off sees them, and the agent over it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
@@ -20,6 +21,16 @@ from kvrelay.kvcache.checksum import pool_checksum, start_pool_checksum
 from kvrelay.kvcache.pool import LatentPool
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PoolAgent:
+    """A registered pool's way to the data plane, for as long as its process lives, in whatever role."""
+
+    transfer: TransferThread
+    cells: Cells  # of fences
+    on_fatal: Callable[[], None]  # called on the agent's thread when it dies of a bug; belongs to who serves now
+    last_epoch: int = 0  # the cells keep what was written for earlier reservations, so their numbers never come again
 
 
 def local_pool(pool: LatentPool) -> LocalPool:
@@ -39,8 +50,8 @@ def start_agent(
     rank: int,
     num_cells: int,
     on_fatal: Callable[[], None],
-) -> tuple[TransferThread, Cells]:
-    """Register a pool and `num_cells` fence cells with an agent and start its thread; return it and the cells.
+) -> PoolAgent:
+    """Register a pool and `num_cells` fence cells with an agent and start its thread.
 
     By then one page was relayed through it.
 
@@ -71,9 +82,10 @@ def start_agent(
         counters.values.clear()  # that page was nobody's
         return transport
 
-    transfer = TransferThread(make, on_fatal=on_fatal, expected_routes=expected)
-    transfer.start()
-    return transfer, cells
+    thread = TransferThread(make, on_fatal=lambda: agent.on_fatal(), expected_routes=expected)  # noqa: PLW0108 - it changes
+    agent = PoolAgent(thread, cells, on_fatal)
+    thread.start()
+    return agent
 
 
 def _say_own_route(name: str, route: str, expected: tuple[str, ...]) -> None:

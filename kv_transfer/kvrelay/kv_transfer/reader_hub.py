@@ -60,7 +60,7 @@ class ReaderHub:
         self._sessions = HubSessions(
             pool=pool, cells=cells, thread=thread, callbacks=callbacks, limits=limits, clock=clock
         )
-        self._last_counter = 0
+        self.last_epoch = 0  # counter of the last reservation; set before the first, from an earlier time in this role
         self._caught_up_s = thread.caught_up_s
         self._dead_writers: OrderedDict[Incarnation, str] = OrderedDict()
 
@@ -102,9 +102,9 @@ class ReaderHub:
         older = self._sessions.of_request(request.request_id)
         if older is not None:
             self._sessions.feed(older, ev.Abort(f"superseded by attempt {request.attempt}"))
-        self._last_counter += 1
+        self.last_epoch += 1
         reservation = Reservation(
-            epoch=Epoch(self._node, self._last_counter),
+            epoch=Epoch(self._node, self.last_epoch),
             request=request,
             writer=writer,
             ring_size=ring_size,

@@ -15,17 +15,18 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvrelay.core import otel
+from kvrelay.core.drain import DrainRequests
 from kvrelay.core.errors import ServeError
-from kvrelay.core.lifecycle import die, die_with_parent, new_incarnation, set_up_logging
+from kvrelay.core.lifecycle import StopSignals, die, die_with_parent, new_incarnation, set_up_logging
 from kvrelay.core.settings import load
 from kvrelay.core.supervise import watch_loop, watch_threads
 from kvrelay.core.types import Counters, Incarnation, Role
 from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node.group import RingGroup, form, serve_store, spawn_ranks
 from kvrelay.prefill_node.leader import follow
-from kvrelay.prefill_node.node import RankInfo, serve
+from kvrelay.prefill_node.node import RankInfo, RingStart, serve
 from kvrelay.prefill_node.settings import PrefillSettings, RankPlace, rank_place
-from kvrelay.prefill_node.wiring import rank_worker, start_transfer
+from kvrelay.prefill_node.wiring import rank_worker, start_rank_agent
 from kvrelay.proto.convert import incarnation_from_pb, incarnation_to_pb
 from kvrelay.proto.v1 import common_pb2, fleet_pb2
 
@@ -87,12 +88,30 @@ def _lead(settings: PrefillSettings, place: RankPlace, argv: Sequence[str]) -> i
             group_timeout_s=settings.group_timeout_s, start_timeout_s=settings.start_timeout_s,
         )  # fmt: skip
         ranks += _meet_as_leader(group, node, loaded)
-    asyncio.run(
-        serve(settings, loaded, group, node, ranks, start_step_thread=start_step_thread, die=die, stopping=stopping)
-    )
+    asyncio.run(_serve(settings, loaded, group, node, ranks, stopping))
     for child in children:
         child.wait(settings.group_timeout_s)
     return 0
+
+
+async def _serve(
+    settings: PrefillSettings,
+    loaded: Loaded,
+    group: RingGroup | None,
+    node: Incarnation,
+    ranks: list[RankInfo],
+    stopping: threading.Event,
+) -> None:
+    asked = DrainRequests(
+        StopSignals(asyncio.get_running_loop()),
+        why_no_switch=f"{node.name} is a ring of {len(ranks)} ranks; only a node of one rank can change its role",
+    )
+    agent = start_rank_agent(loaded, settings, node, 0, on_fatal=lambda: die("the transfer thread died"))
+    await serve(
+        settings, loaded, RingStart(group, node, ranks, agent), asked,
+        start_step_thread=start_step_thread, die=die, stopping=stopping,
+    )  # fmt: skip
+    await asyncio.to_thread(agent.transfer.stop)
 
 
 def _watch(child: subprocess.Popen[bytes], stopping: threading.Event) -> None:
@@ -110,11 +129,11 @@ async def _follow(settings: PrefillSettings, place: RankPlace) -> None:
     node = _meet_as_follower(group, loaded)
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     watch_loop(loop, die)
-    transfer = start_transfer(loaded, settings, node, place.rank, on_fatal=lambda: die("the transfer thread died"))
-    worker = rank_worker(loaded, settings, group, transfer, node, loop, wake=lambda: None, counters=Counters())
+    agent = start_rank_agent(loaded, settings, node, place.rank, on_fatal=lambda: die("the transfer thread died"))
+    worker = rank_worker(loaded, settings, group, agent.transfer, node, loop, wake=lambda: None, counters=Counters())
     start_step_thread(lambda: follow(worker, group), lambda: loop.call_soon_threadsafe(ended.set))
     await ended.wait()
-    transfer.stop()
+    agent.transfer.stop()
 
 
 def _meet_as_leader(group: RingGroup, node: Incarnation, loaded: Loaded) -> list[RankInfo]:

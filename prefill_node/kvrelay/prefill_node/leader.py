@@ -73,6 +73,11 @@ class Load:
     queued_tokens: int = 0
     has_work: bool = False  # a step would make progress
 
+    @property
+    def is_empty(self) -> bool:
+        """No page is held for any request or hand-off."""
+        return not (self.active_jobs or self.queued_jobs or self.closing_jobs)
+
 
 class Leader:
     """Owns control, worker and ring. `run` is the thread's body; other methods may be called from any thread."""

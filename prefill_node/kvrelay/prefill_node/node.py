@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.core import telemetry
 from kvrelay.core.address import advertised
+from kvrelay.core.drain import DrainRequests
 from kvrelay.core.health import ProgressWatch
-from kvrelay.core.lifecycle import StopSignals, announce_ready
+from kvrelay.core.lifecycle import Ending, announce_ready
 from kvrelay.core.supervise import keep, watch_loop
 from kvrelay.core.types import Counters, Incarnation, Role
 from kvrelay.kv_transfer.agent_thread import TransferThread
+from kvrelay.kv_transfer.pool_agent import PoolAgent
 from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.group import RingGroup
@@ -31,7 +34,7 @@ from kvrelay.prefill_node.rank import TRANSFER_STUCK
 from kvrelay.prefill_node.registration import LeaseThread
 from kvrelay.prefill_node.servicer import NodeFacts, PrefillServicer
 from kvrelay.prefill_node.settings import PrefillSettings
-from kvrelay.prefill_node.wiring import align_tokens, rank_worker, start_transfer
+from kvrelay.prefill_node.wiring import align_tokens, rank_worker
 from kvrelay.proto.convert import incarnation_to_pb
 from kvrelay.proto.node_metrics import NodeMetrics
 from kvrelay.proto.server import node_security
@@ -42,6 +45,7 @@ from kvrelay.proto.v1 import fleet_pb2, prefill_pb2, prefill_pb2_grpc
 _DRAIN_CHECK_S = 0.05
 _REGISTER_WAIT_S = 2.0
 _STOP_GRACE_S = 1.0
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +53,27 @@ class RankInfo:
     num_pages: int
 
 
+@dataclass(frozen=True, slots=True)
+class RingStart:
+    """A ring whose ranks have found each other."""
+
+    group: RingGroup | None  # None for a ring of one
+    node: Incarnation
+    ranks: list[RankInfo]
+    agent: PoolAgent  # of rank 0
+
+
 async def serve(
     settings: PrefillSettings,
     loaded: Loaded,
-    group: RingGroup | None,
-    node: Incarnation,
-    ranks: list[RankInfo],
+    ring: RingStart,
+    asked: DrainRequests,
     *,
     start_step_thread: Callable[[Callable[[], None], Callable[[], object]], threading.Thread],
     die: Callable[[str], None],
     stopping: threading.Event,
-) -> None:
-    """Serve until a stop signal or a drain, finish what runs, and return.
+) -> Ending:
+    """Serve until a stop signal or a drain, finish what runs, and return how it ended; the agent goes on.
 
     Args:
         start_step_thread: runs (body, on_end) on the step thread; a failure of the body ends the process.
@@ -70,16 +83,18 @@ async def serve(
     tls = Tls.load(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key)
     loop = asyncio.get_running_loop()
     watch_loop(loop, die)
-    stop, step_ended = StopSignals(loop), asyncio.Event()
+    step_ended, transfer, node = asyncio.Event(), ring.agent.transfer, ring.node
     published = Published(index_url=settings.index_url, fleet=settings.fleet, node=node)
-    transfer = start_transfer(loaded, settings, node, 0, on_fatal=lambda: die("the transfer thread died"))
+    ring.agent.on_fatal = partial(die, "the transfer thread died")
     counters = Counters()
-    worker = rank_worker(loaded, settings, group, transfer, node, loop, wake=lambda: leader.wake(), counters=counters)  # noqa: PLW0108 - made below
+    worker = rank_worker(
+        loaded, settings, ring.group, transfer, node, loop, wake=lambda: leader.wake(), counters=counters,  # noqa: PLW0108 - made below
+    )  # fmt: skip
     layout = loaded.pool.layout
     leader = Leader(
-        _control(settings, loaded, ranks),
+        _control(settings, loaded, ring.ranks),
         worker,
-        group,
+        ring.group,
         token_bytes=layout.row_bytes * layout.num_layers,
         on_cache=lambda change: loop.call_soon_threadsafe(published.apply, change),
         counters=counters,
@@ -89,13 +104,13 @@ async def serve(
     facts = NodeFacts(
         incarnation=node,
         layout=layout,
-        ring_size=len(ranks),
+        ring_size=len(ring.ranks),
         vocab_size=config.vocab_size,
         max_model_len=config.max_model_len,
         cache_window_tokens=config.cache_window_tokens,
         max_request_s=settings.max_request_s,
     )
-    servicer = PrefillServicer(facts, leader, leases, counters=(published.counters,), on_drain=stop.ask)
+    servicer = PrefillServicer(facts, leader, leases, counters=(published.counters,), on_drain=asked.ask)
     start_step_thread(leader.run, lambda: loop.call_soon_threadsafe(step_ended.set))
     server = await serve_grpc(
         listen=settings.listen,
@@ -109,7 +124,7 @@ async def serve(
     def record() -> fleet_pb2.NodeRecord | None:
         if progress.stuck is not None:
             return None  # so that nobody is sent here
-        now = _record(settings, facts, leader, servicer, endpoint, sum(rank.num_pages for rank in ranks))
+        now = _record(settings, facts, leader, servicer, endpoint, sum(rank.num_pages for rank in ring.ranks))
         chunk_tokens = settings.chunk_tokens_on(loaded.device.type)
         add_measured(now, leader.chunk_times.fitted, transfer.links(), chunk_tokens=chunk_tokens, layout=layout)
         return now
@@ -121,7 +136,7 @@ async def serve(
         fleet=settings.fleet,
         heartbeat_s=settings.heartbeat_s,
         record=record,
-        on_replaced=lambda: loop.call_soon_threadsafe(stop.ask),
+        on_replaced=lambda: loop.call_soon_threadsafe(asked.ask),
     )
     progress = _progress(leader, transfer, registration, limit_s=settings.stuck_after_s)
     registry = CollectorRegistry()
@@ -138,9 +153,7 @@ async def serve(
     health = keep(progress.run(on_progress_change), name="progress watch")
     announce_ready(endpoint=endpoint, name=node.name)
 
-    await stop.wait()
-    await _said_goodbye(servicer, registration, lame_duck_s=settings.lame_duck_s)
-    await _drained(leader, servicer, closing_limit_s=settings.fence_timeout_s + _STOP_GRACE_S)
+    ending = await _drained_for(asked, settings, leader, servicer, registration, transfer)
     stopping.set()
     leader.shut_down()
     await step_ended.wait()
@@ -150,7 +163,7 @@ async def serve(
     await asyncio.to_thread(registration.stop)
     await published.stop()
     await server.stop(_STOP_GRACE_S)
-    await asyncio.to_thread(transfer.stop)
+    return ending
 
 
 def _progress(leader: Leader, transfer: TransferThread, registration: LeaseThread, *, limit_s: float) -> ProgressWatch:
@@ -209,6 +222,27 @@ def _record(
         active_requests=load.active_jobs,
         queued_tokens=load.queued_tokens,
     )
+
+
+async def _drained_for(
+    asked: DrainRequests,
+    settings: PrefillSettings,
+    leader: Leader,
+    servicer: PrefillServicer,
+    registration: LeaseThread,
+    transfer: TransferThread,
+) -> Ending:
+    """Wait until a drain is asked for and has come to its end; return what follows."""
+    while True:
+        await asked.wait()
+        await _said_goodbye(servicer, registration, lame_duck_s=settings.lame_duck_s)
+        await _drained(leader, servicer, closing_limit_s=settings.fence_timeout_s + _STOP_GRACE_S)
+        if asked.ending is Ending.LEAVES or (leader.load.is_empty and transfer.is_idle):
+            return asked.ending
+        log.error("this node keeps its role: a hand-off has no end yet, so its pages may still be read")
+        asked.role_decided()
+        servicer.leaving = servicer.draining = False
+        registration.beat_now()
 
 
 async def _said_goodbye(servicer: PrefillServicer, registration: LeaseThread, *, lame_duck_s: float) -> None:

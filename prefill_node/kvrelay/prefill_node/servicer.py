@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from grpc import aio
 
 from kvrelay.core import hash_on_loop, tracing
 from kvrelay.core.clock import Deadline, monotonic
+from kvrelay.core.drain import OnDrain
 from kvrelay.core.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -68,7 +69,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         leases: Leases,
         *,
         counters: Sequence[Counters],
-        on_drain: Callable[[], None],
+        on_drain: OnDrain,
     ) -> None:
         """
         Args:
@@ -125,7 +126,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         self, request: common_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]
     ) -> common_pb2.DrainReply:
         active = self.active_requests
-        self._on_drain()
+        async with grpc_status(context):
+            self._on_drain(switch_role=request.switch_role)
         return common_pb2.DrainReply(active_requests=active)
 
     async def Stats(

@@ -10,7 +10,7 @@ import torch
 from kvrelay.core.types import Counters, Incarnation
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.local import Limits
-from kvrelay.kv_transfer.pool_agent import start_agent
+from kvrelay.kv_transfer.pool_agent import PoolAgent, start_agent
 from kvrelay.kv_transfer.values import MAX_RING_SIZE
 from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node.chunk_plan import ChunkPlanner
@@ -27,16 +27,15 @@ def align_tokens(device: torch.device) -> int:
     return 64 if device.type == "cuda" else 1
 
 
-def start_transfer(
+def start_rank_agent(
     loaded: Loaded, settings: PrefillSettings, node: Incarnation, rank: int, *, on_fatal: Callable[[], None]
-) -> TransferThread:
+) -> PoolAgent:
     """Start this rank's agent of the data plane.
 
     Raises:
         TransferError: the transport does not start.
     """
-    transfer, _ = start_agent(loaded.pool, settings, node=node, rank=rank, num_cells=MAX_RING_SIZE, on_fatal=on_fatal)
-    return transfer
+    return start_agent(loaded.pool, settings, node=node, rank=rank, num_cells=MAX_RING_SIZE, on_fatal=on_fatal)
 
 
 def rank_worker(

@@ -25,7 +25,8 @@ from kvrelay.router.usual import usual_link_s, with_usual_costs
 
 log = logging.getLogger(__name__)
 
-_ROLES = {fleet_pb2.NODE_ROLE_PREFILL: Role.PREFILL, fleet_pb2.NODE_ROLE_DECODE: Role.DECODE}
+ROLE_TO_PB = {Role.PREFILL: fleet_pb2.NODE_ROLE_PREFILL, Role.DECODE: fleet_pb2.NODE_ROLE_DECODE}
+_ROLES = {number: role for role, number in ROLE_TO_PB.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kvrelay.core.types import Role
 from kvrelay.proto import convert
 from kvrelay.proto.v1 import common_pb2, decode_pb2, fleet_pb2, fleet_pb2_grpc
 from kvrelay.router.decisions import Decision, DecisionLog, decision_to_pb
-from kvrelay.router.fleet import FleetView, view_of
+from kvrelay.router.fleet import ROLE_TO_PB, FleetView, view_of
 
 _DRAIN_TIMEOUT_S = 5.0
 _FENCE_TIMEOUT_S = 5.0
@@ -57,7 +57,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.DrainNodeRequest, context: aio.ServicerContext[Any, Any]
     ) -> fleet_pb2.DrainNodeReply:
         async with grpc_status(context):
-            return fleet_pb2.DrainNodeReply(active_requests=await self._drain(request.name))
+            return fleet_pb2.DrainNodeReply(active_requests=await self._drain(request))
 
     async def Explain(
         self, request: fleet_pb2.ExplainRequest, context: aio.ServicerContext[Any, Any]
@@ -114,15 +114,26 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
                 reply.pages += answer.pages
         return reply
 
-    async def _drain(self, name: str) -> int:
-        node = self._fleet.find(name)
+    async def _drain(self, request: fleet_pb2.DrainNodeRequest) -> int:
+        """Tell the node to drain; return how many requests it has.
+
+        Raises:
+            InvalidRequestError: there is no such node, or it has the next role already.
+            ServeError: it cannot be reached, or refuses.
+        """
+        name, node = request.name, self._fleet.find(request.name)
         if node is None:
             known = ", ".join(sorted(record.node.name for record in self._fleet.records())) or "none"
             raise InvalidRequestError(f"no node has the name {name!r}; known: {known}")
-        self._fleet.mark_draining(node.incarnation)
+        if request.next_role == ROLE_TO_PB[node.role]:
+            raise InvalidRequestError(f"{name} is a {node.role.value} node already")
+        if not request.next_role:  # a node that changes its role says so itself, when it is sure that it can
+            self._fleet.mark_draining(node.incarnation)
         stub = self._fleet.prefill(node) if node.role is Role.PREFILL else self._fleet.decode(node)
         try:
-            reply = await stub.Drain(common_pb2.DrainRequest(), timeout=_DRAIN_TIMEOUT_S)
+            reply = await stub.Drain(
+                common_pb2.DrainRequest(switch_role=bool(request.next_role)), timeout=_DRAIN_TIMEOUT_S
+            )
         except aio.AioRpcError as err:
             raise from_rpc_error(err, peer=name) from err
         return reply.active_requests

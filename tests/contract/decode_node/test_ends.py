@@ -259,11 +259,16 @@ async def test_pages_whose_writer_vanished_are_quarantined_until_its_end_is_prov
         stats = await lab.stats()
         assert (stats.quarantined_pages, stats.pinned_pages, stats.free_pages) == (4, 0, 296)  # the prompt's
         await asyncio.wait_for(lab.server.drained(), 1)  # it does not wait for the lost
+        assert "4 pages are in quarantine" in lab.server.why_not_elsewhere  # so this process keeps its role
+        lab.server.serve_again()
+        again = await lab.reserve([1], GREEDY)
+        await lab.stub.Abort(common_pb2.AbortRequest(request=again.request))
 
         registry = NodeRegistry(index_url, "lost")
         newer = fleet_pb2.NodeRecord(node=convert.incarnation_to_pb(Incarnation.new("prefill")))
         await registry.register(newer)
         assert (await lab.settled()).free_pages == 300
+        await until(lambda: not lab.server.why_not_elsewhere)
         await registry.close()
 
 

@@ -33,7 +33,7 @@ async def test_a_draining_node_refuses_new_requests_and_finishes_the_others(lab:
     _, call = await running_stream(lab, recording(ORACLE, 64).prompt)
     reply = await lab.stub.Drain(common_pb2.DrainRequest())
     assert reply.active_requests == 1
-    assert lab.server.drain_asked.is_set()
+    await asyncio.wait_for(lab.asked.wait(), 1)
     drained = asyncio.create_task(lab.server.drained())
     await asyncio.sleep(0.05)
     err = await refused(lab.stub.Reserve(lab.request([1], GREEDY)))

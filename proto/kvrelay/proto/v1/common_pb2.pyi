@@ -441,12 +441,19 @@ class DrainRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SWITCH_ROLE_FIELD_NUMBER: _builtins.int
+    switch_role: _builtins.bool
+    """Instead of exiting, serve as the other kind of node, in the same process with the same weights and pool. Only nodes
+    of one rank can. A node that cannot be sure that no write of a peer, or to a peer, is on its way keeps its role.
+    """
     def __init__(
         self,
+        *,
+        switch_role: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["switch_role", b"switch_role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -458,15 +458,19 @@ class DrainNodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    NEXT_ROLE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    next_role: Global___NodeRole.ValueType
+    """Set: the node does not exit, but goes on in this role, which must be the other one."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        next_role: Global___NodeRole.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "next_role", b"next_role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -78,7 +78,7 @@ class FleetServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DrainNode(self, request, context):
-        """Places nothing more on a node; it finishes what it has and exits.
+        """Places nothing more on a node; it finishes what it has, and exits or takes the other role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

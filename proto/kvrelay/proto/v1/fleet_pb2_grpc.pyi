@@ -35,7 +35,7 @@ class FleetStub:
     def __new__(cls, channel: _aio.Channel) -> FleetAsyncStub: ...
     ListNodes: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListNodesRequest, _fleet_pb2.ListNodesReply]
     DrainNode: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.DrainNodeRequest, _fleet_pb2.DrainNodeReply]
-    """Places nothing more on a node; it finishes what it has and exits."""
+    """Places nothing more on a node; it finishes what it has, and exits or takes the other role."""
     FenceNode: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.FenceNodeRequest, _fleet_pb2.FenceNodeReply]
     """An operator's word that the process of a node is dead and can write nothing more: decode nodes take back the pages
     that they keep from it. Wrong when the process is only stopped or cut off: it may then write into pages in use.
@@ -54,7 +54,7 @@ class FleetAsyncStub(FleetStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListNodes: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListNodesRequest, _fleet_pb2.ListNodesReply]  # type: ignore[assignment]
     DrainNode: _aio.UnaryUnaryMultiCallable[_fleet_pb2.DrainNodeRequest, _fleet_pb2.DrainNodeReply]  # type: ignore[assignment]
-    """Places nothing more on a node; it finishes what it has and exits."""
+    """Places nothing more on a node; it finishes what it has, and exits or takes the other role."""
     FenceNode: _aio.UnaryUnaryMultiCallable[_fleet_pb2.FenceNodeRequest, _fleet_pb2.FenceNodeReply]  # type: ignore[assignment]
     """An operator's word that the process of a node is dead and can write nothing more: decode nodes take back the pages
     that they keep from it. Wrong when the process is only stopped or cut off: it may then write into pages in use.
@@ -82,7 +82,7 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.DrainNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.DrainNodeReply, _abc.Awaitable[_fleet_pb2.DrainNodeReply]]:
-        """Places nothing more on a node; it finishes what it has and exits."""
+        """Places nothing more on a node; it finishes what it has, and exits or takes the other role."""
 
     @_abc_1.abstractmethod
     def FenceNode(
