@@ -9,9 +9,10 @@ from torch import Tensor
 
 from kernel_contract import DEVICE, ON_GPU, randn
 from kvrelay.kernels import checksum, mla_prefill, quant, reference, triton_checksum
+from kvrelay.kernels.pieces import Pieces
 from kvrelay.kernels.rope import Rope, RopeKind, RopeSpec, RopeTables, apply_rope
 from kvrelay.kernels.triton_merge import merge
-from kvrelay.kernels.triton_pack import pack_pages, unpack_pages
+from kvrelay.kernels.triton_pack import pack_pieces, unpack_pieces
 from kvrelay.kernels.triton_rows import rotate, write_rows
 
 
@@ -96,11 +97,12 @@ def test_the_device_checksum_equals_the_hosts() -> None:
     on_device = rows.to(DEVICE)
 
     assert checksum.to_unsigned(int(triton_checksum.word_sum(on_device.view(-1), first_word=0))) == host
-    order = torch.randperm(300, generator=torch.Generator().manual_seed(2))
-    scattered = torch.empty_like(rows)
-    scattered[order] = rows
-    by_slot = triton_checksum.slot_sum(scattered.to(DEVICE), order.to(DEVICE), first_word=0)
-    assert checksum.to_unsigned(int(by_slot)) == host
+    pages = [(7, 20), (120, 180), (50, 3)]  # first row, rows
+    ranges = [(first * 144 * 8, rows * 144 * 8) for first, rows in pages]
+    in_order = torch.cat([rows[first : first + number] for first, number in pages])
+    by_piece = triton_checksum.piece_sum(on_device.view(-1), Pieces.of(ranges, DEVICE))
+    assert checksum.to_unsigned(int(by_piece)) == checksum.checksum_bytes(in_order.numpy().data)
+    assert checksum.checksum_ranges(rows.numpy().data.cast("B"), ranges) == checksum.to_unsigned(int(by_piece))
     cut = 7 * 144
     parts = [
         int(triton_checksum.word_sum(on_device.view(-1)[:cut].contiguous(), first_word=0)),
@@ -109,20 +111,26 @@ def test_the_device_checksum_equals_the_hosts() -> None:
     assert checksum.to_unsigned(sum(parts)) == host
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_packed_pages_come_back_where_they_belong(dtype: torch.dtype) -> None:
-    pool = randn(3, 9, 16, 20, dtype=dtype).to(DEVICE)
-    pages = torch.tensor([7, 0, 4], device=DEVICE)
-    packed = torch.full((3, 3, 16, 20), torch.nan, dtype=dtype, device=DEVICE)
+@pytest.mark.parametrize("row_words", [144, 5])
+def test_packed_pieces_come_back_where_they_belong(row_words: int) -> None:
+    memory = torch.randint(-(1 << 63), (1 << 63) - 1, (700, row_words), generator=torch.Generator().manual_seed(3))
+    rows = [(640, 60), (3, 1), (100, 333), (0, 2)]  # the long one is cut into several pieces
+    row_bytes = row_words * 8
+    pieces = Pieces.of([(first * row_bytes, number * row_bytes) for first, number in rows], DEVICE)
+    expected = torch.cat([memory[first : first + number] for first, number in rows])
+    on_device, packed = memory.to(DEVICE), torch.zeros(400, row_words, dtype=torch.int64, device=DEVICE)
 
-    pack_pages(pool, pages, packed)
-    assert torch.equal(packed, pool[:, pages])
+    pack_pieces(on_device.view(-1), pieces, packed.view(-1))
+    assert pieces.num_words == expected.numel()
+    assert torch.equal(packed[: len(expected)].cpu(), expected)
+    assert not packed[len(expected) :].any()
 
-    other = torch.zeros_like(pool)
-    unpack_pages(other, pages, packed)
-    expected = torch.zeros_like(pool)
-    expected[:, pages] = packed
-    assert torch.equal(other, expected)
+    other = torch.zeros_like(on_device)
+    unpack_pieces(other.view(-1), pieces, packed.view(-1))
+    back = torch.zeros_like(memory)
+    for first, number in rows:
+        back[first : first + number] = memory[first : first + number]
+    assert torch.equal(other.cpu(), back)
 
 
 @pytest.mark.parametrize(("latent", "rope"), [(48, 24), (256, 32)])

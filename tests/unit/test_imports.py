@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kvcache": {"core"},
     "kernels": {"core"},
     "model": {"core", "kvcache", "kernels"},
-    "kv_transfer": {"core", "proto", "kvcache"},
+    "kv_transfer": {"core", "proto", "kvcache", "kernels"},
     "prefill_node": ENGINE,
     "decode_node": ENGINE,
     "bench": {*ENGINE, "router", "prefill_node", "decode_node"},

@@ -5,12 +5,17 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 import xxhash
 
+from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.layout import PageLayout
+from kvrelay.kernels import checksum
+from kvrelay.kv_transfer import pool_agent
+from kvrelay.kv_transfer.values import ChecksumKind
 from kvrelay.kvcache.checksum import checksum_ranges
 from kvrelay.kvcache.pool import LatentPool
 
@@ -78,6 +83,30 @@ def test_the_checksum_is_xxh3_64_over_the_pieces_in_order() -> None:
     )
     assert checksum_ranges(memory, [(0, 20), (20, 30)]) == checksum_ranges(memory, [(0, 50)])
     assert checksum_ranges(memory, [(0, 20), (20, 30)]) != checksum_ranges(memory, [(20, 30), (0, 20)])
+
+
+def test_a_host_pool_gives_the_checksums_of_hosts_and_of_gpus() -> None:
+    pool = a_pool()
+    pool.layer(1).normal_()
+    ranges = [(200, 64), (0, 8)]
+    summed = pool_agent.local_pool(pool).summing(ChecksumKind.WORDS)
+
+    assert pool_agent.local_pool(pool).kind is ChecksumKind.XXH3
+    assert pool_agent.local_pool(pool).checksum(ranges) == checksum_ranges(pool.memory(), ranges)
+    copy = pool.memory()[200:264].tobytes() + pool.memory()[0:8].tobytes()
+    assert summed.checksum(ranges) == checksum.checksum_bytes(memoryview(copy))
+    with pytest.raises(InvalidRequestError, match="this pool has none"):
+        replace(summed, others=()).summing(ChecksumKind.XXH3)
+
+
+def test_staging_lies_behind_the_pages_of_one_region() -> None:
+    pool = LatentPool(LAYOUT, 5, CPU, staging_bytes=4096)
+
+    pool.words()[-1] = -1
+
+    assert pool.region_bytes == pool.num_bytes + 4096 == 8 * len(pool.words())
+    assert not any(pool.memory())
+    assert len(pool.memory()) == pool.num_bytes
 
 
 def test_one_changed_bit_changes_the_checksum() -> None:

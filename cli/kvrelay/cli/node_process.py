@@ -20,7 +20,7 @@ from kvrelay.core.types import Incarnation, Role
 from kvrelay.decode_node import app as decode_app
 from kvrelay.decode_node.data_plane import start_decode_agent
 from kvrelay.decode_node.settings import DecodeSettings
-from kvrelay.kv_transfer.pool_agent import PoolAgent
+from kvrelay.kv_transfer.pool_agent import GPU_STAGING_BYTES, PoolAgent
 from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node import app as prefill_app
 from kvrelay.prefill_node import node as prefill_node
@@ -58,7 +58,7 @@ def _run(first: Role, prefill_settings: PrefillSettings, decode_settings: Decode
     watch_threads(die)
     node = new_incarnation(settings.name, first)
     otel.export(settings.trace_exporter, service=node.name)
-    loaded = Loaded.load(settings)
+    loaded = Loaded.load(settings, gpu_staging_bytes=GPU_STAGING_BYTES)  # in either role: it may change
     ending = asyncio.run(_serve(first, prefill_settings, decode_settings, loaded, node))
     # A peer may still be writing into the pool; unmapping it on the way out would crash in the transport's threads.
     end_process(1 if ending is Ending.CRASHED else 0)

@@ -14,13 +14,15 @@ variant 13 by D. Stafford.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvrelay.kernels.pieces import WORD_BYTES
 from kvrelay.kernels.triton_support import triton_refuses
 
-WORD_BYTES = 8
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
@@ -43,21 +45,6 @@ def checksum(rows: Tensor, *, first_word: int = 0) -> Tensor:
     return torch.tensor([to_signed(value)], device=rows.device)
 
 
-def checksum_slots(rows: Tensor, slots: Tensor, *, first_word: int = 0) -> Tensor:
-    """Return the sum of the rows in `slots`, in that order, as `checksum` of their copy would, without the copy.
-
-    Args:
-        rows: [slots of the pool, row], contiguous, a row is a whole number of words.
-        slots: int64, on the same device.
-    """
-    words = as_words(rows).view(rows.shape[0], -1)
-    if words.is_cuda and triton_refuses("cuda") is None:
-        from kvrelay.kernels.triton_checksum import slot_sum  # noqa: PLC0415 - optional
-
-        return slot_sum(words, slots, first_word=first_word)
-    return checksum(words.index_select(0, slots), first_word=first_word)
-
-
 def checksum_bytes(memory: memoryview, *, first_word: int = 0) -> int:
     """Return the sum, 0 to 2 ** 64 - 1, of host memory: a whole number of words."""
     words = np.frombuffer(memory, np.uint64)
@@ -68,6 +55,16 @@ def checksum_bytes(memory: memoryview, *, first_word: int = 0) -> int:
         index *= np.uint64(GOLDEN)
         index += block
         total += int(_mixed(index).sum(dtype=np.uint64))
+    return total % (1 << 64)
+
+
+def checksum_ranges(memory: memoryview, ranges: Sequence[tuple[int, int]]) -> int:
+    """Return the sum of the pieces (offset_bytes, num_bytes) of host memory, in the order given, whole words each."""
+    total, words = 0, 0
+    for offset_bytes, num_bytes in ranges:
+        assert offset_bytes + num_bytes <= len(memory), "a range ends behind the memory"
+        total += checksum_bytes(memory[offset_bytes : offset_bytes + num_bytes], first_word=words)
+        words += num_bytes // WORD_BYTES
     return total % (1 << 64)
 
 

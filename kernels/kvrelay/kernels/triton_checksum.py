@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrelay.kernels import checksum
+from kvrelay.kernels.pieces import PIECE_WORDS, Pieces
 
 BLOCK_WORDS = 2048
 BLOCKS_PER_PROGRAM = 8
@@ -31,20 +32,12 @@ def word_sum(words: Tensor, *, first_word: int) -> Tensor:
     return total
 
 
-def slot_sum(words: Tensor, slots: Tensor, *, first_word: int) -> Tensor:
+def piece_sum(words: Tensor, pieces: Pieces) -> Tensor:
+    """Return the sum of pieces of `words`, in their order, as `word_sum` of their copy would."""
     total = torch.zeros(1, dtype=torch.int64, device=words.device)
-    row_words = words.shape[1]
-    rows = max(1, BLOCK_WORDS // triton.next_power_of_2(row_words))
-    if slots.numel():
-        _slot_sum[(triton.cdiv(slots.numel(), rows),)](
-            words,
-            slots,
-            total,
-            slots.numel(),
-            first_word,
-            ROW=row_words,
-            BLOCK=triton.next_power_of_2(row_words),
-            ROWS=triton.next_power_of_2(rows),
+    if pieces.num_pieces:
+        _piece_sum[(pieces.num_pieces,)](
+            words, pieces.table_G3, total, BLOCK=BLOCK_WORDS, BLOCKS=PIECE_WORDS // BLOCK_WORDS
         )
     return total
 
@@ -73,21 +66,14 @@ def _word_sum(words_ptr, total_ptr, count, first_word, BLOCK: tl.constexpr, BLOC
 
 
 @triton.jit
-def _slot_sum(
-    words_ptr,
-    slots_ptr,
-    total_ptr,
-    count,
-    first_word,
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    row_T = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    slot_T = tl.load(slots_ptr + row_T, row_T < count, other=0)
-    col_I = tl.arange(0, BLOCK)
-    here_TI = (row_T < count)[:, None] & (col_I < ROW)[None, :]
-    word_TI = tl.load(words_ptr + slot_T[:, None] * ROW + col_I[None, :], here_TI, other=0)
-    key_TI = (first_word + row_T * ROW + 1)[:, None] * _GOLDEN + (col_I.to(tl.int64) * _GOLDEN)[None, :]
-    mixed_TI = tl.where(here_TI, _mix(word_TI, key_TI), 0)
-    tl.atomic_add(total_ptr, tl.sum(tl.sum(mixed_TI, 1), 0), sem="relaxed")
+def _piece_sum(words_ptr, pieces_ptr, total_ptr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    piece = tl.program_id(0).to(tl.int64) * 3
+    first, start, count = tl.load(pieces_ptr + piece), tl.load(pieces_ptr + piece + 1), tl.load(pieces_ptr + piece + 2)
+    sum_I = tl.zeros([BLOCK], tl.int64)
+    key_I = (start + 1) * _GOLDEN + tl.arange(0, BLOCK).to(tl.int64) * _GOLDEN
+    for block in tl.static_range(BLOCKS):
+        index_I = block * BLOCK + tl.arange(0, BLOCK)
+        word_I = tl.load(words_ptr + first + index_I, index_I < count, other=0)
+        sum_I += tl.where(index_I < count, _mix(word_I, key_I), 0)
+        key_I += _STEP
+    tl.atomic_add(total_ptr, tl.sum(sum_I, 0), sem="relaxed")

@@ -21,6 +21,7 @@ from kvrelay.kv_transfer.landing import Expected, Landings
 from kvrelay.kv_transfer.link_meter import LinkMeter
 from kvrelay.kv_transfer.notice import NoticeKey
 from kvrelay.kv_transfer.outgoing import OnTransferEvents, Outgoing, Posting
+from kvrelay.kv_transfer.packing import Packer
 from kvrelay.kv_transfer.transport import Address, Transport
 from kvrelay.kv_transfer.ucx_log import is_expected
 
@@ -58,6 +59,7 @@ class TransferThread:
         make_transport: MakeTransport,
         *,
         on_fatal: Callable[[], None],
+        packer: Packer | None = None,
         max_idle_peers: int = 256,
         expected_routes: tuple[str, ...] = (),
         clock: Clock = monotonic,
@@ -69,11 +71,13 @@ class TransferThread:
             max_idle_peers: connections kept for the next hand-off to the same peer; peers that restart get new names.
             expected_routes: transports that links should use, see `is_expected`; another one is warned of.
             on_fatal: called on the thread when it dies of a bug; the process should end with a new incarnation.
+            packer: of scattered parts, if they are to be packed; used on the thread.
         """
         self.counters = Counters()
         self.caught_up_s = clock()  # all that had landed by then was reported; read by any thread
         self._make_transport = make_transport
         self._on_fatal = on_fatal
+        self._packer = packer
         self._clock = clock
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._outgoing: dict[str, Outgoing] = {}
@@ -138,7 +142,10 @@ class TransferThread:
 
         def open_on_thread(transport: Transport) -> None:
             meter = self._link_to(address.agent_name)
-            outgoing = Outgoing(address.agent_name, fence_cell, fence_value, on_events, meter=meter, clock=self._clock)
+            outgoing = Outgoing(
+                address.agent_name, fence_cell, fence_value, on_events,
+                meter=meter, packer=self._packer, clock=self._clock,
+            )  # fmt: skip
             self._open_writer(transport, key, address, outgoing)
 
         self._put(open_on_thread)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.layout import PageLayout
+from kvrelay.kv_transfer.values import ChecksumKind
 from kvrelay.proto.tls import Tls
 
-Checksum = Callable[[Sequence[tuple[int, int]]], int]  # xxh3-64 of (offset_bytes, num_bytes) pieces, in order
+Checksum = Callable[[Sequence[tuple[int, int]]], int]  # of (offset_bytes, num_bytes) pieces, in order
 
 # Starts a checksum behind the device work that the calling thread has launched; the returned call waits for it.
 StartChecksum = Callable[[Sequence[tuple[int, int]]], Callable[[], int]]
@@ -31,6 +33,19 @@ class LocalPool:
     num_pages: int  # per layer
     checksum: Checksum  # over this pool; any thread may call it
     device_sums: DeviceSums | None = None  # None where rows are final as soon as they are there
+    kind: ChecksumKind = ChecksumKind.XXH3  # of both; asked of those who write here
+    others: tuple[LocalPool, ...] = ()  # the same pool with checksums of other kinds
+
+    def summing(self, kind: ChecksumKind) -> LocalPool:
+        """Return this pool with checksums of a kind.
+
+        Raises:
+            InvalidRequestError: it has none of that kind.
+        """
+        for pool in (self, *self.others):
+            if pool.kind is kind:
+                return pool
+        raise InvalidRequestError(f"checksums of kind {kind.value} are wanted; this pool has none")
 
 
 @dataclass(frozen=True, slots=True)

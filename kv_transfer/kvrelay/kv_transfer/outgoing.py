@@ -13,6 +13,7 @@ from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import TransferError
 from kvrelay.core.types import Counters
 from kvrelay.kv_transfer.link_meter import LinkMeter
+from kvrelay.kv_transfer.packing import Packed, Packer
 from kvrelay.kv_transfer.plan import Copy
 from kvrelay.kv_transfer.transport import Done, Failed, Handle, Transport
 from kvrelay.kv_transfer.values import FenceProof
@@ -41,12 +42,14 @@ class Outgoing:
     fence_value: int
     on_events: OnTransferEvents
     meter: LinkMeter = field(default_factory=LinkMeter)  # of the link to the peer, which other writers share
+    packer: Packer | None = None  # which other writers share
     clock: Clock = monotonic
     failure: str | None = None
     has_landed: bool = False  # some write has
     closed: bool = False  # nobody will ask for anything any more
     _waiting: deque[Posting] = field(default_factory=deque)
-    _in_flight: list[Handle] = field(default_factory=list)
+    _packing: deque[tuple[Posting, Packed]] = field(default_factory=deque)  # being gathered, in order
+    _in_flight: list[tuple[Handle, Packed | None]] = field(default_factory=list)
     _num_posted: int = 0
     _ends: bool = False  # no part will be added
     _drained: bool = False
@@ -57,7 +60,7 @@ class Outgoing:
     @property
     def busy(self) -> bool:
         """True while there is something to post or to poll."""
-        return bool(self._waiting or self._in_flight or self._fence is not None)
+        return bool(self._waiting or self._packing or self._in_flight or self._fence is not None)
 
     def add(self, posting: Posting) -> None:
         if not self._ends and self.failure is None:
@@ -69,26 +72,30 @@ class Outgoing:
 
     def stop_and_fence(self) -> None:
         """Post nothing more and prove that nothing more lands."""
-        self._waiting.clear()
+        self._drop_unposted()
         self._ends = self._fences = True
 
     def fail(self, reason: str) -> tuple[TransferEvent, ...]:
         """Note the first failure; the session decides what follows."""
-        self._waiting.clear()
+        self._drop_unposted()
         if self.failure is not None:
             return ()
         self.failure = reason
         return (WriteFailed(reason),)
 
     def step(self, transport: Transport, counters: Counters) -> bool:
-        """Poll everything, post at most one part (other writers wait too), and return whether anything moved."""
+        """Poll everything, post or pack at most one part (other writers wait too); return whether anything moved."""
         before = len(self._in_flight)
         events = [*self._poll(transport, counters)]
         moved = len(self._in_flight) != before
-        if self._waiting and len(self._in_flight) < _MOST_IN_FLIGHT:
-            events += self._post(transport, counters)
+        if self._packing and self._packing[0][1].ready():
+            events += self._post(transport, counters, *self._packing.popleft())
             moved = True
-        if self._ends and not self._waiting and not self._in_flight and not self._drained:
+        elif self._waiting and len(self._in_flight) + len(self._packing) < _MOST_IN_FLIGHT:
+            begun = self._begin(transport, counters)
+            moved |= begun is not None
+            events += begun or ()
+        if self._ends and not (self._waiting or self._packing or self._in_flight or self._drained):
             self._drained = True
             events.append(Drained())
         if self._fences:
@@ -99,8 +106,8 @@ class Outgoing:
 
     def _poll(self, transport: Transport, counters: Counters) -> list[TransferEvent]:
         events: list[TransferEvent] = []
-        still: list[Handle] = []
-        for handle in self._in_flight:
+        still: list[tuple[Handle, Packed | None]] = []
+        for handle, packed in self._in_flight:
             progress = transport.poll(handle)
             if isinstance(progress, Done):
                 counters.add("bytes_written_total", progress.num_bytes)
@@ -111,23 +118,53 @@ class Outgoing:
                 self.meter.ended(0, self.clock())
                 events += self.fail(progress.reason)
             else:
-                still.append(handle)
+                still.append((handle, packed))
                 continue
             transport.release(handle)
+            if packed is not None:
+                packed.release()
         self._in_flight = still
         return events
 
-    def _post(self, transport: Transport, counters: Counters) -> tuple[TransferEvent, ...]:
-        posting = self._waiting.popleft()
+    def _begin(self, transport: Transport, counters: Counters) -> tuple[TransferEvent, ...] | None:
+        """Post the next part, or begin to gather its rows; None when it waits for room that our own writes hold."""
+        posting = self._waiting[0]
+        if self.packer is None or not self.packer.gains(posting.copies):
+            # Parts leave in any order: this one need not wait for those that are being gathered.
+            return self._post(transport, counters, self._waiting.popleft(), None)
+        packed = self.packer.start(posting.copies)
+        if packed is not None:
+            self._packing.append((self._waiting.popleft(), packed))
+            return ()
+        if self._packing or any(held is not None for _, held in self._in_flight):
+            return None
+        # All room is others', whose peers may be stuck: scattered is slow, but depends on nobody.
+        return self._post(transport, counters, self._waiting.popleft(), None)
+
+    def _post(
+        self, transport: Transport, counters: Counters, posting: Posting, packed: Packed | None
+    ) -> tuple[TransferEvent, ...]:
+        copies = posting.copies if packed is None else packed.copies
         self.meter.posted(self.clock())
         try:
-            self._in_flight.append(transport.post(self.peer, posting.copies, posting.notice))
+            self._in_flight.append((transport.post(self.peer, copies, posting.notice), packed))
         except TransferError as err:
             self.meter.ended(0, self.clock())
+            if packed is not None:
+                packed.release()
             return self.fail(str(err))
         self._num_posted += 1
         counters.add("parts_posted_total")
+        counters.add("pieces_posted_total", len(copies))
+        if packed is not None:
+            counters.add("parts_packed_total")
         return ()
+
+    def _drop_unposted(self) -> None:
+        self._waiting.clear()
+        for _, packed in self._packing:
+            packed.release()  # what is still being gathered there is overwritten by the next gather, in order
+        self._packing.clear()
 
     def _step_fence(self, transport: Transport) -> list[TransferEvent]:
         """Report the first proof there is; keep polling a fence write until it has ended."""

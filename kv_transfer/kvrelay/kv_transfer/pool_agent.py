@@ -6,21 +6,33 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from kvrelay.core.settings import NodeSettings
 from kvrelay.core.types import Counters, Incarnation
+from kvrelay.kernels.checksum import checksum_ranges
+from kvrelay.kernels.pieces import WORD_BYTES
+from kvrelay.kernels.triton_support import triton_refuses
+from kvrelay.kv_transfer import device_pool
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.fence_cells import HostCells, TensorCells
 from kvrelay.kv_transfer.local import DeviceSums, LocalPool
+from kvrelay.kv_transfer.packing import Packer
+from kvrelay.kv_transfer.plan import Copy
 from kvrelay.kv_transfer.self_relay import prove_relay
 from kvrelay.kv_transfer.transport import Cells, Region, Transport, agent_name
 from kvrelay.kv_transfer.ucx_log import is_expected
+from kvrelay.kv_transfer.values import ChecksumKind
 from kvrelay.kvcache.checksum import pool_checksum, start_pool_checksum
 from kvrelay.kvcache.pool import LatentPool
 
 log = logging.getLogger(__name__)
+
+# Staging of a pool on a GPU, for its life as a writer. One layer of 32K tokens of a row of 1,152 bytes is 36 MiB: room
+# for several on their way at once.
+GPU_STAGING_BYTES = 256 << 20
 
 
 @dataclass(slots=True)
@@ -34,12 +46,32 @@ class PoolAgent:
 
 
 def local_pool(pool: LatentPool) -> LocalPool:
-    """Return a pool as endpoints know it."""
-    sums = None
-    if pool.device.type == "cuda":
-        waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums", initializer=pool.bind_thread)
-        sums = DeviceSums(start_pool_checksum(pool), waiter)
-    return LocalPool(pool.layout, pool.num_pages, pool_checksum(pool), sums)
+    """Return a pool as endpoints know it; checksums are of the kind that its device does best."""
+    layout, num_pages = pool.layout, pool.num_pages
+    has_words = layout.row_bytes % WORD_BYTES == 0
+    if pool.device.type == "cpu":
+        by_words = LocalPool(layout, num_pages, partial(checksum_ranges, pool.memory()), kind=ChecksumKind.WORDS)
+        return LocalPool(layout, num_pages, pool_checksum(pool), others=(by_words,) if has_words else ())
+    waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums", initializer=pool.bind_thread)
+    on_host = LocalPool(layout, num_pages, pool_checksum(pool), DeviceSums(start_pool_checksum(pool), waiter))
+    if not has_words or triton_refuses(pool.device.type) is not None:
+        return on_host
+    on_device = DeviceSums(device_pool.start_word_sum(pool), waiter)
+    summed = LocalPool(
+        layout, num_pages, device_pool.word_sum(pool), on_device, kind=ChecksumKind.WORDS, others=(on_host,)
+    )
+    summed.checksum([(0, layout.page_bytes)])  # builds the kernel, before anybody waits for it
+    return summed
+
+
+def packer(pool: LatentPool) -> Packer | None:
+    """Return what gathers scattered rows in the pool's staging; None where there is none, or nothing to do it with."""
+    if pool.staging_bytes == 0 or pool.layout.row_bytes % WORD_BYTES or triton_refuses(pool.device.type) is not None:
+        return None
+    gather = device_pool.gather_on_device(pool)
+    gather([Copy(0, 0, pool.layout.page_bytes)], pool.num_bytes)  # builds the kernel
+    torch.cuda.synchronize(pool.device)
+    return Packer(gather, offset_bytes=pool.num_bytes, num_bytes=pool.staging_bytes)
 
 
 def start_agent(
@@ -63,7 +95,7 @@ def start_agent(
         cells = TensorCells(torch.zeros(num_cells, dtype=torch.int64, device=pool.device))
     expected = tuple(settings.expected_transports.split(",")) if settings.expected_transports else ()
     device_id = pool.device.index if pool.device.type == "cuda" else -1
-    region = Region(pool.address, pool.num_bytes, device_id)
+    region = Region(pool.address, pool.region_bytes, device_id)
 
     def make(counters: Counters) -> Transport:
         pool.bind_thread()  # this is the transfer thread: it sums and writes what lies on that device
@@ -82,7 +114,12 @@ def start_agent(
         counters.values.clear()  # that page was nobody's
         return transport
 
-    thread = TransferThread(make, on_fatal=lambda: agent.on_fatal(), expected_routes=expected)  # noqa: PLW0108 - it changes
+    thread = TransferThread(
+        make,
+        on_fatal=lambda: agent.on_fatal(),  # noqa: PLW0108 - it changes
+        packer=packer(pool),
+        expected_routes=expected,
+    )
     agent = PoolAgent(thread, cells, on_fatal)
     thread.start()
     return agent

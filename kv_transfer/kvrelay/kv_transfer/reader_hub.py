@@ -24,7 +24,7 @@ from kvrelay.kv_transfer.local import Limits, LocalPool
 from kvrelay.kv_transfer.session_table import State
 from kvrelay.kv_transfer.transport import Cells
 from kvrelay.kv_transfer.values import MAX_RING_SIZE, Request, Reservation
-from kvrelay.kv_transfer.wire import address_to_pb, request_to_pb
+from kvrelay.kv_transfer.wire import address_to_pb, checksum_kind_to_pb, request_to_pb
 from kvrelay.proto.convert import epoch_to_pb, incarnation_to_pb, ms_to_pb, runs_to_pb
 from kvrelay.proto.v1 import decode_pb2, handoff_pb2
 
@@ -250,4 +250,5 @@ class ReaderHub:
             one_time_token=reservation.one_time_token,
             timeout_ms=ms_to_pb(timeout_s),
             fence_slot=slot,
+            checksum_kind=checksum_kind_to_pb(self._pool.kind),
         )

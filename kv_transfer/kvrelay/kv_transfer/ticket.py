@@ -11,8 +11,8 @@ from kvrelay.core.errors import InvalidRequestError, LayoutMismatchError, StaleM
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.types import Epoch, Incarnation
 from kvrelay.kv_transfer.transport import Address
-from kvrelay.kv_transfer.values import MAX_RING_SIZE, Request
-from kvrelay.kv_transfer.wire import address_from_pb, request_from_pb
+from kvrelay.kv_transfer.values import MAX_RING_SIZE, ChecksumKind, Request
+from kvrelay.kv_transfer.wire import address_from_pb, checksum_kind_from_pb, request_from_pb
 from kvrelay.proto.convert import epoch_from_pb, incarnation_from_pb, runs_from_pb
 from kvrelay.proto.v1 import handoff_pb2
 
@@ -24,6 +24,7 @@ class OpenedTicket:
     pages: tuple[int, ...]  # of decode's pool, in token order
     address: Address  # of decode's agent
     destination_digest: bytes
+    checksum_kind: ChecksumKind
 
 
 def open_ticket(ticket: handoff_pb2.Ticket, *, writer: Incarnation, rank: int, layout: PageLayout) -> OpenedTicket:
@@ -46,7 +47,7 @@ def open_ticket(ticket: handoff_pb2.Ticket, *, writer: Incarnation, rank: int, l
     if ticket.resident_tokens > ticket.prompt_tokens:
         raise InvalidRequestError(f"{ticket.resident_tokens} resident of {ticket.prompt_tokens} tokens")
     address = address_from_pb(ticket.address)
-    if address.pool.num_bytes != address.pool_pages * layout.page_bytes_all_layers:
+    if address.pool.num_bytes < address.pool_pages * layout.page_bytes_all_layers:  # there may be staging behind
         raise InvalidRequestError(f"a pool of {address.pool.num_bytes} bytes for {address.pool_pages} pages")
     runs = runs_from_pb(ticket.pages)
     # Not all runs in a message: a long prompt may have thousands, more than an error can carry.
@@ -64,7 +65,8 @@ def open_ticket(ticket: handoff_pb2.Ticket, *, writer: Incarnation, rank: int, l
         fence_slot=ticket.fence_slot,
         pages=pages,
     )
-    return OpenedTicket(epoch_from_pb(ticket.epoch), request_from_pb(ticket.request), pages, address, digest)
+    kind = checksum_kind_from_pb(ticket.checksum_kind)
+    return OpenedTicket(epoch_from_pb(ticket.epoch), request_from_pb(ticket.request), pages, address, digest, kind)
 
 
 def destination_digest(

@@ -20,6 +20,13 @@ class Request:
     attempt: int  # from 1
 
 
+class ChecksumKind(Enum):
+    """How the bytes of a part are summed; decode says which, in the ticket."""
+
+    XXH3 = "xxh3"  # xxh3-64: at memory speed on a CPU
+    WORDS = "words"  # kernels/checksum.py: at memory speed on a GPU
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One piece of writing: one layer, one token range, one writer rank."""
@@ -27,7 +34,7 @@ class Part:
     part_id: int  # counts the parts of one rank in one epoch, from 0
     layer: int
     tokens: Span
-    checksum: int  # xxh3-64 of the rows in token order
+    checksum: int  # of the rows in token order
 
 
 @dataclass(frozen=True, slots=True)

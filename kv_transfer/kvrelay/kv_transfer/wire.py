@@ -6,7 +6,7 @@ import asyncio
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.kv_transfer.transport import Address, Region
-from kvrelay.kv_transfer.values import FenceProof, Manifest, Part, Request
+from kvrelay.kv_transfer.values import ChecksumKind, FenceProof, Manifest, Part, Request
 from kvrelay.proto.convert import sampled_from_pb, sampled_to_pb, span_from_pb, span_to_pb
 from kvrelay.proto.v1 import common_pb2, handoff_pb2
 
@@ -15,6 +15,11 @@ _PROOFS: dict[FenceProof, handoff_pb2.FenceProof.ValueType] = {
     FenceProof.CELL_WRITTEN: handoff_pb2.FENCE_PROOF_CELL_WRITTEN,
     FenceProof.NOTHING_POSTED: handoff_pb2.FENCE_PROOF_NOTHING_POSTED,
 }
+_CHECKSUM_KINDS: dict[ChecksumKind, handoff_pb2.ChecksumKind.ValueType] = {
+    ChecksumKind.XXH3: handoff_pb2.CHECKSUM_KIND_XXH3,
+    ChecksumKind.WORDS: handoff_pb2.CHECKSUM_KIND_WORDS,
+}
+_CHECKSUM_KINDS_BACK = {value: kind for kind, value in _CHECKSUM_KINDS.items()}
 _PROOFS_BACK = {value: proof for proof, value in _PROOFS.items()}
 _MANY_PARTS = 512  # converted in about 3 ms
 
@@ -25,6 +30,21 @@ def request_from_pb(message: common_pb2.RequestRef) -> Request:
 
 def request_to_pb(value: Request) -> common_pb2.RequestRef:
     return common_pb2.RequestRef(request_id=value.request_id, attempt=value.attempt)
+
+
+def checksum_kind_to_pb(kind: ChecksumKind) -> handoff_pb2.ChecksumKind.ValueType:
+    return _CHECKSUM_KINDS[kind]
+
+
+def checksum_kind_from_pb(value: handoff_pb2.ChecksumKind.ValueType) -> ChecksumKind:
+    """Return the kind.
+
+    Raises:
+        InvalidRequestError: unknown here.
+    """
+    if value not in _CHECKSUM_KINDS_BACK:
+        raise InvalidRequestError(f"checksums of kind {value} are unknown here")
+    return _CHECKSUM_KINDS_BACK[value]
 
 
 def address_from_pb(message: handoff_pb2.TransportAddress) -> Address:

@@ -74,11 +74,11 @@ class WriterEndpoint:
         Raises:
             StaleMessageError: the ticket names another writer.
             LayoutMismatchError: its pages mean something else than ours.
-            InvalidRequestError: it contradicts itself.
+            InvalidRequestError: it contradicts itself, or wants checksums that this pool cannot give.
         """
         opened = open_ticket(ticket, writer=writer, rank=rank, layout=pool.layout)
         self._ticket, self._address = ticket, opened.address
-        self._writer, self._rank, self._pool = writer, rank, pool
+        self._writer, self._rank, self._pool = writer, rank, pool.summing(opened.checksum_kind)
         self._thread, self._counters, self._clock, self._limits = thread, counters, clock, limits
         self._notice_key = NoticeKey.of(opened.epoch, opened.request)
         self._destination = opened.destination_digest

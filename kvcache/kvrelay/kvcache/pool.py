@@ -20,12 +20,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class LatentPool:
     """ONE zeroed allocation [num_layers, P, S, W], registered once with the transport and never resized.
 
+    Behind the pages lies room for staging, if wanted: rows packed there leave as one piece.
+
     Host memory is page aligned and touched at start, so that the first request pays for no page fault and a transport
     can register it as it is. Not locked: the step thread owns all rows but those reserved for a hand-off.
     """
 
-    def __init__(self, layout: PageLayout, num_pages: int, device: torch.device) -> None:
+    def __init__(self, layout: PageLayout, num_pages: int, device: torch.device, *, staging_bytes: int = 0) -> None:
         """Allocate and zero the pool.
+
+        Args:
+            staging_bytes: of room behind the pages; whole words of 8 bytes.
 
         Raises:
             CapacityError: the memory cannot be had; names the bytes wanted.
@@ -35,19 +40,21 @@ class LatentPool:
         self.num_pages = num_pages
         self.device = device
         self.num_bytes = num_pages * layout.page_bytes_all_layers
+        self.staging_bytes = staging_bytes
         self._mapping: mmap.mmap | None = None
         shape = (layout.num_layers, num_pages, layout.page_tokens, layout.row_width)
         dtype = DTYPES[layout.dtype]
         try:
             if device.type == "cpu":
-                self._mapping = _map_host(self.num_bytes)
-                self._pages = torch.frombuffer(self._mapping, dtype=dtype).view(shape).zero_()
+                self._mapping = _map_host(self.region_bytes)
+                self._all = torch.frombuffer(self._mapping, dtype=torch.uint8).zero_()
             else:
-                self._pages = torch.zeros(shape, dtype=dtype, device=device)
+                self._all = torch.zeros(self.region_bytes, dtype=torch.uint8, device=device)
         except (OSError, torch.OutOfMemoryError) as err:
             raise CapacityError(
-                f"no memory for {num_pages} pages: {self.num_bytes} bytes wanted on {device}: {err}"
+                f"no memory for {num_pages} pages: {self.region_bytes} bytes wanted on {device}: {err}"
             ) from err
+        self._pages = self._all[: self.num_bytes].view(dtype).view(shape)
         self._rows = self._pages.view(layout.num_layers, num_pages * layout.page_tokens, layout.row_width)
 
     def bind_thread(self) -> None:
@@ -59,12 +66,21 @@ class LatentPool:
             torch.cuda.set_device(self.device)
 
     @property
+    def region_bytes(self) -> int:
+        """Bytes to register: the pages, and the staging behind them, which begins at `num_bytes`."""
+        return self.num_bytes + self.staging_bytes
+
+    def words(self) -> Tensor:
+        """Return a view of the whole region as int64 words; pages are whole words."""
+        return self._all.view(torch.int64)
+
+    @property
     def address(self) -> int:
         """Address of byte 0; offsets of `PageLayout.offset_bytes` count from here."""
         return self._pages.data_ptr()
 
     def memory(self) -> memoryview:
-        """Return all bytes of the pool, writable. Host memory only."""
+        """Return all bytes of the pages, writable. Host memory only."""
         assert self._mapping is not None, "only host memory has a memoryview"
         return memoryview(self._mapping)[: self.num_bytes]
 

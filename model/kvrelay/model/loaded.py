@@ -52,11 +52,14 @@ class Loaded:
     pool: LatentPool
 
     @classmethod
-    def load(cls, settings: NodeSettings, *, local_rank: int = 0, num_ranks: int = 1) -> Loaded:
+    def load(
+        cls, settings: NodeSettings, *, local_rank: int = 0, num_ranks: int = 1, gpu_staging_bytes: int = 0
+    ) -> Loaded:
         """Load the model and allocate the pool.
 
         Args:
             local_rank, num_ranks: see `choose_device`; ranks on CPUs share their host's free memory.
+            gpu_staging_bytes: of the pool's staging on a GPU.
 
         Raises:
             ModelLoadError, SettingsError, CapacityError: it cannot be done; the message says what was wanted.
@@ -69,16 +72,20 @@ class Loaded:
         )
         layout = model.layout(block_tokens=settings.block_tokens)
         on_gpu = device.type == "cuda"
+        staging_bytes = gpu_staging_bytes if on_gpu else 0
+        free_bytes = (
+            torch.cuda.mem_get_info(device)[0] - staging_bytes
+            if on_gpu
+            else psutil.virtual_memory().available // num_ranks
+        )
         num_pages = pool_pages(
             layout,
             pages=settings.pool_pages,
             mib=settings.pool_mib,
-            free_bytes=(
-                torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available // num_ranks
-            ),
+            free_bytes=free_bytes,
             longest_tokens=model.config.max_model_len,
             on_gpu=on_gpu,
         )
         who = f"rank {local_rank}: " if num_ranks > 1 else ""
         log.info("%s%s as %s on %s, %d pages", who, settings.model, model.dtype_name, device, num_pages)
-        return cls(device, model, LatentPool(layout, num_pages, device))
+        return cls(device, model, LatentPool(layout, num_pages, device, staging_bytes=staging_bytes))

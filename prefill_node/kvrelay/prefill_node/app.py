@@ -26,7 +26,7 @@ from kvrelay.prefill_node.group import RingGroup, form, serve_store, spawn_ranks
 from kvrelay.prefill_node.leader import follow
 from kvrelay.prefill_node.node import RankInfo, RingStart, serve
 from kvrelay.prefill_node.settings import PrefillSettings, RankPlace, rank_place
-from kvrelay.prefill_node.wiring import rank_worker, start_rank_agent
+from kvrelay.prefill_node.wiring import load_rank, rank_worker, start_rank_agent
 from kvrelay.proto.convert import incarnation_from_pb, incarnation_to_pb
 from kvrelay.proto.v1 import common_pb2, fleet_pb2
 
@@ -77,7 +77,7 @@ def _lead(settings: PrefillSettings, place: RankPlace, argv: Sequence[str]) -> i
     stopping = threading.Event()
     for child in children:
         threading.Thread(target=_watch, args=(child, stopping), name="watch", daemon=True).start()
-    loaded = Loaded.load(settings, local_rank=place.local_rank, num_ranks=place.ring_size)
+    loaded = load_rank(settings, place)
     node = new_incarnation(settings.name, Role.PREFILL)
     otel.export(settings.trace_exporter, service=node.name)
     group = None
@@ -121,7 +121,7 @@ def _watch(child: subprocess.Popen[bytes], stopping: threading.Event) -> None:
 
 
 async def _follow(settings: PrefillSettings, place: RankPlace) -> None:
-    loaded = Loaded.load(settings, local_rank=place.local_rank, num_ranks=place.ring_size)
+    loaded = load_rank(settings, place)
     group = form(
         place, loaded.device, store=None,
         group_timeout_s=settings.group_timeout_s, start_timeout_s=settings.start_timeout_s,

@@ -10,7 +10,7 @@ import torch
 from kvrelay.core.types import Counters, Incarnation
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.local import Limits
-from kvrelay.kv_transfer.pool_agent import PoolAgent, start_agent
+from kvrelay.kv_transfer.pool_agent import GPU_STAGING_BYTES, PoolAgent, start_agent
 from kvrelay.kv_transfer.values import MAX_RING_SIZE
 from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node.chunk_plan import ChunkPlanner
@@ -18,8 +18,15 @@ from kvrelay.prefill_node.group import RingGroup
 from kvrelay.prefill_node.handoff import WriterOpener
 from kvrelay.prefill_node.rank import RankWorker
 from kvrelay.prefill_node.ring import Ring
-from kvrelay.prefill_node.settings import PrefillSettings
+from kvrelay.prefill_node.settings import PrefillSettings, RankPlace
 from kvrelay.proto.tls import Tls
+
+
+def load_rank(settings: PrefillSettings, place: RankPlace) -> Loaded:
+    """Load this rank's model and allocate its pool, on a GPU with room to pack what leaves scattered."""
+    return Loaded.load(
+        settings, local_rank=place.local_rank, num_ranks=place.ring_size, gpu_staging_bytes=GPU_STAGING_BYTES
+    )
 
 
 def align_tokens(device: torch.device) -> int:

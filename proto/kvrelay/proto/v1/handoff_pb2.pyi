@@ -20,6 +20,26 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ChecksumKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ChecksumKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChecksumKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CHECKSUM_KIND_XXH3: _ChecksumKind.ValueType  # 0
+    """xxh3-64, at memory speed on a CPU."""
+    CHECKSUM_KIND_WORDS: _ChecksumKind.ValueType  # 1
+    """The sum of mixed 8-byte words of kernels/checksum.py, at memory speed on a GPU."""
+
+class ChecksumKind(_ChecksumKind, metaclass=_ChecksumKindEnumTypeWrapper):
+    """How the bytes of a part, its rows in token order, are summed."""
+
+CHECKSUM_KIND_XXH3: ChecksumKind.ValueType  # 0
+"""xxh3-64, at memory speed on a CPU."""
+CHECKSUM_KIND_WORDS: ChecksumKind.ValueType  # 1
+"""The sum of mixed 8-byte words of kernels/checksum.py, at memory speed on a GPU."""
+Global___ChecksumKind: _TypeAlias = ChecksumKind  # noqa: Y015
+
 class _FenceProof:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -170,6 +190,7 @@ class Ticket(_message.Message):
     ONE_TIME_TOKEN_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     FENCE_SLOT_FIELD_NUMBER: _builtins.int
+    CHECKSUM_KIND_FIELD_NUMBER: _builtins.int
     ring_size: _builtins.int
     """It writes with this many ranks; each attaches for itself."""
     prompt_tokens: _builtins.int
@@ -185,6 +206,8 @@ class Ticket(_message.Message):
     """Time left for the whole hand-off, counted from receipt."""
     fence_slot: _builtins.int
     """Which fence cells belong to this epoch: cell = fence_slot * max ring size + rank."""
+    checksum_kind: Global___ChecksumKind.ValueType
+    """How the checksums of parts are to be taken: what decode's device does best."""
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
@@ -217,10 +240,11 @@ class Ticket(_message.Message):
         one_time_token: _builtins.bytes = ...,
         timeout_ms: _builtins.int = ...,
         fence_slot: _builtins.int = ...,
+        checksum_kind: Global___ChecksumKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "request", b"request", "writer", b"writer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_endpoint", b"decode_endpoint", "epoch", b"epoch", "fence_slot", b"fence_slot", "layout_fingerprint", b"layout_fingerprint", "one_time_token", b"one_time_token", "pages", b"pages", "prompt_tokens", b"prompt_tokens", "request", b"request", "resident_tokens", b"resident_tokens", "ring_size", b"ring_size", "timeout_ms", b"timeout_ms", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checksum_kind", b"checksum_kind", "decode_endpoint", b"decode_endpoint", "epoch", b"epoch", "fence_slot", b"fence_slot", "layout_fingerprint", b"layout_fingerprint", "one_time_token", b"one_time_token", "pages", b"pages", "prompt_tokens", b"prompt_tokens", "request", b"request", "resident_tokens", b"resident_tokens", "ring_size", b"ring_size", "timeout_ms", b"timeout_ms", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -240,7 +264,7 @@ class Part(_message.Message):
     """Counts the parts of this rank in this epoch, from 0."""
     layer: _builtins.int
     checksum: _builtins.int
-    """xxh3-64 of the rows in token order."""
+    """Of the rows in token order, of the kind that the ticket asks for."""
     @_builtins.property
     def tokens(self) -> Global___TokenRange: ...
     def __init__(
