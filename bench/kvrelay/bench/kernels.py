@@ -38,23 +38,25 @@ def run(options: argparse.Namespace) -> int:
         "driver": _driver(),
         "copy_bytes_per_s": round(copy),
         "matmul_flop_per_s": round(matmul),
-        "decode": [],
-        "prefill": [],
     }
-    for case in (*BANDWIDTH, *AGAINST, *LONG):
-        _note(case.name)
-        result["decode"].append(against_flashmla(case, device, copy_bytes_per_s=copy, repetitions=repetitions))
+    if "decode" in options.only:
+        result["decode"] = []
+        for case in (*BANDWIDTH, *AGAINST, *LONG):
+            _note(case.name)
+            result["decode"].append(against_flashmla(case, device, copy_bytes_per_s=copy, repetitions=repetitions))
+            _let_go()
+        _note("8-bit rows")
+        result["decode_fp8"] = packed_against_whole(PACKED, device, repetitions=repetitions)
         _let_go()
-    _note("8-bit rows")
-    result["decode_fp8"] = packed_against_whole(PACKED, device, repetitions=repetitions)
-    _let_go()
-    for tokens, causal in PREFILL:
+    result["prefill"] = []
+    for tokens, causal in PREFILL if "prefill" in options.only else ():
         _note(f"prefill {tokens}")
         result["prefill"].append(
             block(tokens, device, causal=causal, matmul_flop_per_s=matmul, repetitions=repetitions)
         )
         _let_go()
-    result["moves"] = moves(device, copy_bytes_per_s=copy, repetitions=repetitions)
+    if "moves" in options.only:
+        result["moves"] = moves(device, copy_bytes_per_s=copy, repetitions=repetitions)
     print(json.dumps(result, indent=2) if options.full else json.dumps(_short(result)))
     if options.out:
         name = device_rates.short_name(device)

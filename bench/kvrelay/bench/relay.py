@@ -1,8 +1,13 @@
 """`kvrelay bench relay`: writes of latents from one process into another's pool, over a plain copy of as many bytes.
 
-Two processes, each with a pool on its own device or both on one. Three ways: one contiguous run of pages; pages of 64
-tokens scattered on both sides, one descriptor each; and the same pages packed into a contiguous run, written at once,
-and unpacked by the reader, both steps included in the time.
+Two processes, each with a pool on its own device or both on one. The ways:
+contiguous: one run of pages on both sides, one descriptor.
+scattered: pages of 64 tokens scattered on both sides, one descriptor each; as without packing.
+packed: pages scattered at the writer, in a run at the reader: parts of 64 MiB through the packer of the product, which
+gathers one part while those before it are on their way.
+packed_small: the same in parts of 8,192 tokens, as the prefix cache's rows leave.
+unpacked: pages scattered on both sides: parts packed into a run of the reader, which copies each part to its pages as
+it lands; the last copy is inside the time. The product has no such staging; see docs/handoff.md.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -27,14 +33,21 @@ from kvrelay.bench.random_model import V2_LITE
 from kvrelay.core.errors import TransferError
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.types import Counters
+from kvrelay.kernels.pieces import WORD_BYTES
+from kvrelay.kv_transfer.device_pool import gather_on_device
 from kvrelay.kv_transfer.fence_cells import HostCells, TensorCells
 from kvrelay.kv_transfer.nixl import NixlTransport
+from kvrelay.kv_transfer.outgoing import Outgoing, Posting
+from kvrelay.kv_transfer.packing import Gather, Packer
 from kvrelay.kv_transfer.plan import Copy
 from kvrelay.kv_transfer.transport import Cells, Done, Failed, Region
 from kvrelay.kvcache.pool import LatentPool
 
 _ROUNDS = 7
 _TIMEOUT_S = 60.0
+_PART_BYTES = 64 << 20
+_SMALL_PART_PAGES = 128
+_STAGING_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +65,11 @@ class Side:
         )
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        pool = LatentPool(layout, 2 * pages, device)
+        pool = LatentPool(layout, 2 * pages, device, staging_bytes=_STAGING_BYTES)
         cells: Cells = HostCells(8)
         if device.type == "cuda":
             cells = TensorCells(torch.zeros(8, dtype=torch.int64, device=device))
-        region = Region(pool.address, pool.num_bytes, device.index if device.type == "cuda" else -1)
+        region = Region(pool.address, pool.region_bytes, device.index if device.type == "cuda" else -1)
         transport = NixlTransport(agent_name=name, pool=region, pool_pages=2 * pages, cells=cells, counters=Counters())
         return cls(pool, transport)
 
@@ -128,24 +141,29 @@ def _ways(
     slots = side.slots(from_pages)
     whole = [Copy(0, 0, pages * page_bytes)]
     each = [Copy(a * page_bytes, b * page_bytes, page_bytes) for a, b in zip(from_pages, to_pages, strict=True)]
-    packed = [Copy(pages * page_bytes, pages * page_bytes, pages * page_bytes)]
+    gather = gather_on_device(side.pool) if side.pool.device.type == "cuda" else _host_gather(side.pool)
+    packer = Packer(gather, offset_bytes=side.pool.num_bytes, num_bytes=_STAGING_BYTES)
+    in_a_run = [Copy(a * page_bytes, (pages + b) * page_bytes, page_bytes) for b, a in enumerate(from_pages)]
+    part_pages = max(1, _PART_BYTES // page_bytes)
 
     def copy() -> None:
         target.copy_(side.packed_rows())
         synchronize(reader_device)
 
-    def pack_and_write() -> None:
-        torch.index_select(side.token_rows(), 0, slots, out=side.packed_rows())
-        synchronize(side.pool.device)  # a source is final before it is posted
-        _write(side, peer, packed)
-        reader.send("unpack")
+    def unpacked() -> None:
+        tag = secrets.token_bytes(8)  # notices of earlier ways may still be on their way
+        reader.send((part_pages, tag))
+        reader.recv()
+        _relay(side, peer, in_a_run, packer, part_pages=part_pages, tag=tag)
         reader.recv()
 
     ways: dict[str, Callable[[], None]] = {
         "copy": copy,
         "contiguous": lambda: _write(side, peer, whole),
         "scattered": lambda: _write(side, peer, each),
-        "packed": pack_and_write,
+        "packed": lambda: _relay(side, peer, in_a_run, packer, part_pages=part_pages),
+        "packed_small": lambda: _relay(side, peer, in_a_run, packer, part_pages=_SMALL_PART_PAGES),
+        "unpacked": unpacked,
     }
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for round_number in range(_ROUNDS + 1):
@@ -153,6 +171,9 @@ def _ways(
             seconds = timed_s(way, side.pool.device)
             if round_number:
                 taken[name].append(seconds)
+    side.pool.layer(0)[:pages].neg_()  # the reader has nothing of this yet
+    synchronize(side.pool.device)
+    unpacked()
     reader.send("check")
     expected = side.pool.rows(0).index_select(0, slots).float().sum(dtype=torch.float64).item()
     found = reader.recv()
@@ -178,11 +199,42 @@ def _write(side: Side, peer: str, copies: Sequence[Copy]) -> None:
             raise TransferError(f"a write of {len(copies)} pieces: {progress}")
 
 
+def _relay(side: Side, peer: str, copies: Sequence[Copy], packer: Packer, *, part_pages: int, tag: bytes = b"") -> None:
+    """Write in parts of so many pages as a writer does, each announced by `tag` and its number; wait for all.
+
+    Raises:
+        TransferError: one failed, or it took too long.
+    """
+    outgoing = Outgoing(peer, 0, 0, lambda _: None, packer=packer)
+    for number, start in enumerate(range(0, len(copies), part_pages)):
+        outgoing.add(Posting(tuple(copies[start : start + part_pages]), tag + number.to_bytes(4, "little")))
+    counters, until_s = Counters(), time.monotonic() + _TIMEOUT_S
+    while outgoing.busy:
+        outgoing.step(side.transport, counters)
+        if outgoing.failure is not None or time.monotonic() > until_s:
+            raise TransferError(f"parts of {part_pages} pages: {outgoing.failure or 'too slow'}")
+
+
+def _host_gather(pool: LatentPool) -> Gather:
+    words = pool.words()
+
+    def gather(copies: Sequence[Copy], offset_bytes: int) -> Callable[[], bool]:
+        for copy in copies:
+            first, number = copy.src_offset_bytes // WORD_BYTES, copy.num_bytes // WORD_BYTES
+            words[offset_bytes // WORD_BYTES :][:number] = words[first : first + number]
+            offset_bytes += copy.num_bytes
+        return lambda: True
+
+    return gather
+
+
 def _read(writer: Connection, device: str, pages: int) -> None:
-    """The other process: takes notices, unpacks when told to, until it is told nothing more."""
+    """The other process: takes notices, unpacks parts when told to, until it is told nothing more."""
     side = Side.make("bench-reader", torch.device(device), pages)
-    slots = side.slots(side.scattered(2))
+    scattered = side.scattered(2)
+    slots = side.slots(scattered)
     writer.send(side.transport.address())
+    tables: dict[int, list[Tensor]] = {}
     while True:
         side.transport.notices()
         if not writer.poll(0):
@@ -190,9 +242,29 @@ def _read(writer: Connection, device: str, pages: int) -> None:
         order = writer.recv()
         if order is None:
             return
-        if order == "unpack":
-            side.token_rows().index_copy_(0, slots, side.packed_rows())
-            synchronize(side.pool.device)
-            writer.send(True)
-        else:
+        if order == "check":
             writer.send(side.pool.read(0, slots).float().sum(dtype=torch.float64).item())
+            continue
+        part_pages, tag = order
+        if part_pages not in tables:
+            tables[part_pages] = [side.slots(scattered[at : at + part_pages]) for at in range(0, pages, part_pages)]
+        writer.send(True)
+        _unpack_as_they_land(side, tables[part_pages], tag)
+        synchronize(side.pool.device)
+        writer.send(True)
+
+
+def _unpack_as_they_land(side: Side, slots_of_parts: Sequence[Tensor], tag: bytes) -> None:
+    starts = [0]
+    for slots in slots_of_parts:
+        starts.append(starts[-1] + len(slots))
+    waits_for = set(range(len(slots_of_parts)))
+    until_s = time.monotonic() + _TIMEOUT_S
+    while waits_for and time.monotonic() < until_s:
+        for _, notice in side.transport.notices():
+            if not notice.startswith(tag):
+                continue
+            number = int.from_bytes(notice[len(tag) :], "little")
+            rows = side.packed_rows()[starts[number] : starts[number + 1]]
+            side.token_rows().index_copy_(0, slots_of_parts[number], rows)
+            waits_for.remove(number)

@@ -32,6 +32,8 @@ def add_device_benches(kinds: Any) -> None:
     kernels = kinds.add_parser("kernels", help="kernels of a GPU over what it can do and over the kernels of others")
     kernels.add_argument("--repetitions", type=positive, default=15, metavar="N", help="timed runs per figure")
     kernels.add_argument("--full", action="store_true", help="print every repetition")
+    kernels.add_argument("--only", choices=["decode", "prefill", "moves"], nargs="+", metavar="K",
+                         default=["decode", "prefill", "moves"], help="these kinds alone")  # fmt: skip
     _add_out(kernels, "kernels")
     relay = kinds.add_parser("relay", help="writes of latents between two processes over a plain copy")
     relay.add_argument("--writer", default="cuda:0", metavar="D", help="device of the process that writes")

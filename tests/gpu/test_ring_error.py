@@ -1,0 +1,10 @@
+"""The precision of a ring, on a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ring_error_contract import *  # noqa: F403 - its tests are collected here
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
