@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.bench.bounds import evenness_bounds, works_s
 from kvrelay.bench.goodput import admitting, at_rate, is_in_time
 from kvrelay.bench.placement import DEVICE, replay, slowed, summary
 from kvrelay.bench.sim_fleet import FleetPlan, FleetSim
 from kvrelay.bench.sim_mixed import MixedSim
 from kvrelay.bench.sim_nodes import BlockCache
-from kvrelay.bench.trace import Arrival, Trace, read
+from kvrelay.bench.trace import Arrival, Trace, copied, read
 from kvrelay.core.errors import InvalidRequestError
 from repo import ROOT
 
@@ -65,6 +66,30 @@ def test_ours_hits_more_than_each_other_policy_that_spreads_the_work() -> None:
     assert found["ours"]["hit_over_ceiling"] >= 0.9
     assert found["ours"]["max_over_mean_work"] <= 1.1
     assert found["ours"]["hit_rate"] > 1.2 * max(found["random"]["hit_rate"], found["least-loaded"]["hit_rate"])
+
+
+def test_bounds_of_evenness_are_those_of_requests_that_can_be_counted_by_hand() -> None:
+    assert evenness_bounds([1.0] * 8, 2) == {"least": 1.0, "knowing_all": 1.0, "even_until_then": 1.125}
+    # Two nodes, eight seconds: the last request is six of them. Two before it, one on each node if they are even.
+    assert evenness_bounds([1.0, 1.0, 6.0], 2) == {"least": 1.5, "knowing_all": 1.5, "even_until_then": 1.75}
+    assert evenness_bounds([6.0, 1.0, 1.0], 2)["even_until_then"] == 1.5
+
+
+def test_the_works_behind_the_bounds_are_what_one_node_with_room_for_all_computes() -> None:
+    trace = a_trace(100)
+    alone = replay(replace(PLAN, prefill_nodes=1, node_tokens=1 << 30, chunk_tokens=1 << 30), trace, "ours")
+
+    assert sum(works_s(trace, PLAN.cost)) == pytest.approx(alone.work_s[0])
+
+
+def test_copies_of_a_trace_are_as_many_requests_and_share_nothing() -> None:
+    trace = a_trace(50)
+    twice = copied(trace, 2, seed=1)
+
+    assert len(twice.arrivals) == 100
+    assert twice.ceiling() == pytest.approx(trace.ceiling())
+    assert [one.at_s for one in twice.arrivals] == sorted(one.at_s for one in twice.arrivals)
+    assert copied(trace, 1, seed=1).ceiling() == pytest.approx(trace.ceiling())
 
 
 def test_a_late_index_that_loses_changes_costs_little() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.bench import report
+from kvrelay.bench.bounds import evenness_bounds, works_s
 from kvrelay.bench.goodput import is_in_time
 from kvrelay.bench.placement import DEVICE, quantile, replay, slowed, summary
 from kvrelay.bench.sim_fleet import FleetPlan
@@ -46,7 +47,8 @@ def run(options: argparse.Namespace) -> int:
     span_s = max((job.finished_s or 0.0 for job in served), default=0.0) - trace.arrivals[0].at_s
     result: dict[str, Any] = {
         "trace": trace.name, "policy": options.policy, "nodes": options.nodes, "node_tokens": options.node_tokens,
-        "requests": len(outcome.jobs), "ceiling": round(trace.ceiling(), 4), **summary(outcome, trace),
+        "requests": len(outcome.jobs), "ceiling": round(trace.ceiling(), 4),
+        "bounds": evenness_bounds(list(works_s(trace, plan.cost)), plan.prefill_nodes), **summary(outcome, trace),
         "tbt_mean_p50_s": round(quantile(between_s, 0.5), 5), "tbt_mean_p99_s": round(quantile(between_s, 0.99), 5),
         "goodput_per_s": round(sum(map(is_in_time, served)) / max(span_s, 1e-9), 3),
         "refusals": len(outcome.jobs) - len(served),

@@ -87,7 +87,7 @@ def copied(trace: Trace, copies: int, *, seed: int) -> Trace:
             replace(
                 one,
                 at_s=one.at_s + begins_s,
-                blocks=tuple(names.setdefault(block, mark + block[4:]) for block in one.blocks),
+                blocks=tuple(names.setdefault(block, mark + block) for block in one.blocks),
             )
             for one in trace.arrivals
         )

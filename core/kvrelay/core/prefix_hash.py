@@ -18,10 +18,11 @@ def seed(*, fingerprint: bytes, tenant_salt: bytes = b"") -> bytes:
 
 def chain(parent: bytes, tokens: npt.NDArray[np.int32], *, block_tokens: int) -> list[bytes]:
     """Return the 16-byte hashes of the full blocks of `tokens`, which follow the block named `parent`."""
-    raw = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    raw = memoryview(np.ascontiguousarray(tokens, dtype="<i4")).cast("B")  # its slices copy nothing
     step = block_tokens * 4
+    digest = xxhash.xxh3_128_digest
     hashes: list[bytes] = []
     for start in range(0, len(raw) - step + 1, step):
-        parent = xxhash.xxh3_128_digest(parent + raw[start : start + step])
+        parent = digest(parent + raw[start : start + step])
         hashes.append(parent)
     return hashes
