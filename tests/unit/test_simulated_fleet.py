@@ -111,7 +111,7 @@ def test_i5_a_burst_with_one_new_prefix_computes_it_once_and_shares_the_rest() -
     burst = tuple(Arrival(0.0, 21 * BLOCK, 10, (*shared, a_block(at, 99))) for at in range(64))
     outcome = replay(PLAN, Trace("burst", BLOCK, burst), "ours")
 
-    assert outcome.hit_blocks >= 0.9 * 64 * 20 - 4 * 20  # at most one computation of the prefix per node
+    assert outcome.hit_blocks >= 64 * 20 - 2 * 20  # the prefix is computed on two of the four nodes at most
     assert max(outcome.work_s) <= 0.5 * 64 * max(job.alone_s for job in outcome.jobs)
 
 

@@ -18,6 +18,9 @@ from kvrelay.proto.v1 import decode_pb2, prefill_pb2
 # A failure of one leg soon makes the other fail too; waiting this long tells which one was the cause.
 SECOND_FAILURE_S = 0.3
 
+# A client that reads slowly leaves no more than this in the router; then its nodes are not listened to.
+MAX_QUEUED = 256
+
 log = logging.getLogger(__name__)
 
 LegMessage = prefill_pb2.PrefillEvent | decode_pb2.DecodeEvent
@@ -46,6 +49,7 @@ class Legs:
     def __init__(self, nodes: dict[Role, Incarnation]) -> None:
         self._nodes = nodes
         self._queue: asyncio.Queue[LegMessage | LegEnded] = asyncio.Queue()
+        self._room = asyncio.Semaphore(MAX_QUEUED)  # for messages; an end always has room
         self._tasks: dict[Role, asyncio.Task[None]] = {}
         self._ended: dict[Role, LegEnded] = {}
 
@@ -71,6 +75,7 @@ class Legs:
         except TimeoutError:
             return None
         if not isinstance(item, LegEnded):
+            self._room.release()
             return item
         self._ended[item.role] = item
         if item.error is not None:
@@ -101,6 +106,7 @@ class Legs:
     async def _pump(self, role: Role, call: AsyncIterable[LegMessage]) -> None:
         try:
             async for message in call:
+                await self._room.acquire()
                 self._queue.put_nowait(message)
             self._queue.put_nowait(LegEnded(role, None))
         except aio.AioRpcError as err:
