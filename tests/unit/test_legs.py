@@ -31,7 +31,7 @@ async def test_a_client_that_does_not_read_holds_up_its_own_nodes_and_fills_no_m
         await asyncio.sleep(0)
     assert told.count <= MAX_QUEUED + 1
 
-    seen = []
+    seen: list[int] = []
     while len(seen) < 3 * MAX_QUEUED:
         message = await legs.next(1.0)
         assert isinstance(message, decode_pb2.DecodeEvent)
@@ -44,7 +44,7 @@ async def test_a_client_that_does_not_read_holds_up_its_own_nodes_and_fills_no_m
 async def test_all_of_a_long_stream_arrives_in_order_and_then_its_end() -> None:
     legs = Legs({Role.DECODE: Incarnation("d", 1)})
     legs.start(Role.DECODE, Told().stream())
-    seen = []
+    seen: list[int] = []
     while not legs.ended(Role.DECODE):
         if (message := await legs.next(1.0)) is not None:
             assert isinstance(message, decode_pb2.DecodeEvent)

@@ -39,6 +39,7 @@ def test_only_full_blocks_have_a_name() -> None:
     tokens = np.arange(130, dtype=np.int32)
 
     assert prefix_hash.chain(seed, tokens[:63], block_tokens=64) == []
+    assert prefix_hash.chain(seed, tokens[:0], block_tokens=64) == []
     assert len(prefix_hash.chain(seed, tokens, block_tokens=64)) == 2
 
 

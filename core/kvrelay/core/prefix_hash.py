@@ -18,7 +18,9 @@ def seed(*, fingerprint: bytes, tenant_salt: bytes = b"") -> bytes:
 
 def chain(parent: bytes, tokens: npt.NDArray[np.int32], *, block_tokens: int) -> list[bytes]:
     """Return the 16-byte hashes of the full blocks of `tokens`, which follow the block named `parent`."""
-    raw = memoryview(np.ascontiguousarray(tokens, dtype="<i4")).cast("B")  # its slices copy nothing
+    if len(tokens) < block_tokens:
+        return []
+    raw = np.ascontiguousarray(tokens, dtype="<i4").data.cast("B")  # its slices copy nothing
     step = block_tokens * 4
     digest = xxhash.xxh3_128_digest
     hashes: list[bytes] = []
