@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from kvrelay.core.errors import TransferError
 from kvrelay.kv_transfer import notice as notices
 from kvrelay.kv_transfer.notice import Notice
 from kvrelay.kv_transfer.plan import Copy
-from kvrelay.kv_transfer.transport import PENDING, Done, Handle, Progress, Transport
+from kvrelay.kv_transfer.transport import PENDING, Done, Failed, Handle, Progress, Transport
 
 Fault = Callable[["FaultyTransport", str, Sequence[Copy], bytes], Handle]
 
@@ -36,6 +37,7 @@ class FaultyTransport:
     def __init__(self, real: Transport, fault: Fault, *, from_write: int = 2) -> None:
         self.real = real
         self.freezes_fences = False
+        self.fails_fences = False
         self._frozen: list[_Frozen] = []
         self._fault = fault
         self._from_write = from_write
@@ -51,7 +53,14 @@ class FaultyTransport:
         return self._fault(self, peer, copies, notice)
 
     def write_fence(self, peer: str, cell: int, value: int) -> Handle:
+        if self.fails_fences:
+            return _Frozen(Failed("the peer does not answer"))
         return _Frozen(PENDING) if self.freezes_fences else self.real.write_fence(peer, cell, value)
+
+    def heal(self) -> None:
+        """Be the real one from here on."""
+        self.fails_fences = False
+        self._from_write = sys.maxsize
 
     def frozen(self) -> _Frozen:
         """Return a write that does not end before `thaw`."""
@@ -87,6 +96,12 @@ def drop(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes
 def freeze(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
     self.freezes_fences = True
     return self.frozen()
+
+
+def break_link(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
+    """The transport gives up on the peer: this write and the fence fail; nobody knows what of it is on its way."""
+    self.fails_fences = True
+    return _Frozen(Failed("the peer does not answer"))
 
 
 def refuse(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:

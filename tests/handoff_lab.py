@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import numpy as np
 from grpc import aio
 
@@ -88,13 +89,15 @@ def transfer_thread(
 
 
 class _Servicer(decode_pb2_grpc.DecodeNodeServicer):
-    def __init__(self, hub: ReaderHub) -> None:
-        self._hub = hub
+    def __init__(self, side: Reader) -> None:
+        self._side, self._hub = side, side.hub
 
     async def Attach(
         self, request_iterator: AsyncIterator[handoff_pb2.WriterEvent], context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[handoff_pb2.ReaderEvent]:
         async for event in self._hub.attach(request_iterator, context):
+            if self._side.loses_answers:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the network was cut")
             yield event
 
     async def Fenced(
@@ -116,6 +119,7 @@ class Reader:
     admitted: list[AdmittedHandoff] = field(default_factory=list)
     failed: list[tuple[Epoch, Request, str]] = field(default_factory=list)
     freed: list[tuple[Epoch, tuple[int, ...]]] = field(default_factory=list)
+    loses_answers: bool = False  # what an Attach stream should hear never arrives
     on_free: Callable[[Epoch], None] = lambda epoch: None
 
     def __post_init__(self) -> None:
@@ -178,7 +182,7 @@ async def reader(kind: str, *, num_pages: int = 64, wrap: Wrap = as_it_is) -> As
         server = await serve(
             listen="127.0.0.1:0",
             add_services=lambda s: decode_pb2_grpc.add_DecodeNodeServicer_to_server(
-                _Servicer(side.hub),  # type: ignore[abstract]
+                _Servicer(side),  # type: ignore[abstract]
                 s,
             ),
             services=[decode_pb2.DESCRIPTOR.services_by_name["DecodeNode"]],

@@ -171,6 +171,74 @@ async def test_a_fence_that_comes_after_its_stream_has_ended_frees_the_pages_all
         assert decode.hub.stats().quarantined_pages == 0
 
 
+async def test_pages_come_back_when_the_link_that_no_fence_could_cross_has_ended(kind: str, decode: Reader) -> None:
+    faulty: list[FaultyTransport] = []
+
+    def wrap(real: Transport) -> Transport:
+        faulty.append(FaultyTransport(real, faulty_transport.break_link))
+        return cast(Transport, faulty[-1])
+
+    with ring(kind, wrap=wrap) as [rank]:
+        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
+        running = asyncio.create_task(end.run())
+        send_all(end)
+        [failed] = await outcomes(running)
+        assert isinstance(failed, Failed)
+        assert "no fence" in failed.reason
+        assert decode.freed == []  # some of it may still be on its way
+
+        await until(lambda: decode.freed)
+        faulty[0].heal()
+        again = rank.endpoint(decode.reserve("s", writer=rank.writer))
+        running = asyncio.create_task(again.run())
+        send_all(again)
+        assert isinstance((await outcomes(running))[0], Settled)  # over a new link
+
+    assert decode.hub.counters.values["fences_link_closed_total"] == 1
+    assert decode.hub.stats().quarantined_pages == 0
+
+
+async def test_pages_come_back_when_the_answer_to_an_attach_was_lost(kind: str, decode: Reader) -> None:
+    with ring(kind) as [rank]:
+        decode.loses_answers = True
+        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
+        running = asyncio.create_task(end.run())
+        send_all(end)
+
+        [failed] = await outcomes(running)
+        await until(lambda: decode.freed)
+
+    assert isinstance(failed, Failed)
+    assert decode.hub.counters.values["fences_nothing_posted_total"] == 1
+    assert decode.thread.counters.values.get("parts_verified_total", 0) == 0
+
+
+async def test_a_fence_that_overtakes_its_hello_closes_the_epoch_to_it(kind: str, decode: Reader) -> None:
+    with ring(kind) as [rank]:
+        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
+        said = decode_pb2.FencedRequest(rank=end._hello(), fenced=proof_to_pb(FenceProof.NOTHING_POSTED))
+        decode.hub.fenced(said)
+        await until(lambda: decode.freed)
+
+        [failed] = await outcomes(asyncio.create_task(end.run()))
+
+    assert isinstance(failed, Failed)
+    assert "gave up before it was let in" in failed.reason
+
+
+async def test_a_stream_that_was_not_let_in_does_not_speak_for_the_one_that_was(kind: str, decode: Reader) -> None:
+    with ring(kind) as [rank]:
+        ticket = decode.reserve("r", writer=rank.writer)
+        first, second = rank.endpoint(ticket), rank.endpoint(ticket)
+        running = asyncio.create_task(first.run())
+        await until(lambda: decode.hub.stats().sessions["attached"] == 1)
+        said = decode_pb2.FencedRequest(rank=second._hello(), fenced=proof_to_pb(FenceProof.NOTHING_POSTED))
+        with pytest.raises(StaleMessageError, match="another stream"):
+            decode.hub.fenced(said)
+        send_all(first)
+        assert isinstance((await outcomes(running))[0], Settled)
+
+
 async def test_a_late_fence_by_a_stranger_is_refused_and_one_that_nobody_waits_for_is_ignored(
     kind: str, decode: Reader
 ) -> None:

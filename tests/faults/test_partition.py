@@ -43,3 +43,31 @@ def test_a_cut_in_mid_relay_is_a_clear_status_in_time_and_after_healing_all_is_a
         for seed in (951, 952):
             right(hosts, seed)
         hosts.assert_settled()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(_WHY is not None, reason=str(_WHY))
+@pytest.mark.sabotage("links_never_end")
+def test_a_cut_until_the_transport_gives_up_keeps_no_page_once_it_has_healed(sabotaged: str | None) -> None:
+    """No fence can be written any more, and nobody is restarted: the end of the link is the proof."""
+    with partition.running(FOLDER, tcp_retries=3, breakage=sabotaged) as hosts:
+        right(hosts, 960)
+        before = {record.node.name: record.node.start_id for record in hosts.nodes()}
+        hosts.remote.arm("prefill-0", "part", "slow", seconds=0.3)
+        request = Watched(hosts, 961, timeout_s=60)
+        decode = next(one for one in hosts.nodes() if one.role == fleet_pb2.NODE_ROLE_DECODE)
+        wait_until(lambda: hosts._stats_of(decode).sessions.get("receiving"), 10, hosts.logs)
+        hosts.cut()
+        request.end(NOTICED_S)
+        hosts.remote.clear()
+        wait_until(lambda: "is given up: no fence" in hosts.log_of("prefill-0"), 60, hosts.logs)
+        wait_until(lambda: hosts._stats_of(decode).quarantined_pages >= TOKENS // 64, 20, hosts.logs)
+
+        hosts.heal()
+        wait_until(lambda: len(hosts.nodes()) == 2 and not hosts.unsettled(), 30, hosts.logs)
+        assert hosts._stats_of(decode).counters["fences_link_closed_total"] == 1
+        assert {record.node.name: record.node.start_id for record in hosts.nodes()} == before
+        for seed in (961, 962):
+            right(hosts, seed)
+        hosts.assert_settled()

@@ -155,6 +155,13 @@ def test_a_stuck_writer_says_its_fence_when_it_comes_after_all() -> None:
     assert feed(session, wt.FenceFailed("gone"), now_s=99.0) == ()
 
 
+def test_a_writer_without_a_fence_says_the_end_of_its_link_and_stays_lost() -> None:
+    session = in_state(WriterState.LOST)
+
+    assert feed(session, wt.FenceDone(FenceProof.LINK_CLOSED)) == (wt.SendFenced(FenceProof.LINK_CLOSED),)
+    assert session.state is WriterState.LOST
+
+
 def test_a_peer_that_does_nothing_leaves_it_stuck_in_bounded_time() -> None:
     session = in_state(WriterState.ABORTING)
 

@@ -18,12 +18,12 @@ from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import ServeError, TransferError
 from kvrelay.core.types import Counters, LinkState
 from kvrelay.kv_transfer.landing import Expected, Landings
-from kvrelay.kv_transfer.link_meter import LinkMeter
+from kvrelay.kv_transfer.link_end import LinkEnd
+from kvrelay.kv_transfer.links import Links
 from kvrelay.kv_transfer.notice import NoticeKey
 from kvrelay.kv_transfer.outgoing import OnTransferEvents, Outgoing, Posting
 from kvrelay.kv_transfer.packing import Packer
 from kvrelay.kv_transfer.transport import Address, Transport
-from kvrelay.kv_transfer.ucx_log import is_expected
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ _VERIFY_BUDGET_S = 0.005
 # A longer gap between two polls (the thread was posting or verifying) counts as progress for no longer than this.
 _LONGEST_COUNTED_GAP_S = 0.01
 _START_TIMEOUT_S = 60.0
-_MOST_LINKS = 1024
 
 MakeTransport = Callable[[Counters], Transport]
 _Command = Callable[[Transport], None]
@@ -81,9 +80,8 @@ class TransferThread:
         self._clock = clock
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._outgoing: dict[str, Outgoing] = {}
-        self._links: dict[str, LinkMeter] = {}
+        self._links = Links(self.counters, expected_routes=expected_routes)
         self._max_idle_peers = max_idle_peers
-        self._expected_routes = expected_routes
         self._idle_peers: OrderedDict[str, None] = OrderedDict()  # connected, but no writer is open; oldest first
         self._landings = Landings(self.counters, clock)
         self._drains: list[_Drain] = []
@@ -131,7 +129,7 @@ class TransferThread:
 
     def links(self) -> dict[str, LinkState]:
         """Return what is known of the link to each peer that was written to, by the name of its agent. Any thread."""
-        return {peer: meter.state for peer, meter in list(self._links.items()) if meter.route or meter.bytes_per_s}
+        return self._links.states()
 
     # ---- as a writer ----
 
@@ -141,7 +139,7 @@ class TransferThread:
         """Connect to a peer and take parts for it; a fence would write `fence_value` into its `fence_cell`."""
 
         def open_on_thread(transport: Transport) -> None:
-            meter = self._link_to(address.agent_name)
+            meter = self._links.to(address.agent_name)
             outgoing = Outgoing(
                 address.agent_name, fence_cell, fence_value, on_events,
                 meter=meter, packer=self._packer, clock=self._clock,
@@ -225,8 +223,10 @@ class TransferThread:
         moved = False
         for key, outgoing in list(self._outgoing.items()):
             moved |= self._step_writer(transport, key, outgoing)
+        lost = [outgoing for outgoing in self._outgoing.values() if outgoing.awaits_link_end]
+        self._step_lost(transport, lost)
         reads = self._landings.open_epochs > 0 or bool(self._drains) or self._landings.has_backlog
-        if reads:
+        if reads or lost:
             asked_s = self._clock()
             incoming = transport.notices()
             self._landings.take(incoming)
@@ -237,41 +237,39 @@ class TransferThread:
                 self.caught_up_s = asked_s
         if moved or self._landings.has_backlog:
             return 0
-        busy = [outgoing for outgoing in self._outgoing.values() if outgoing.busy]
+        busy = [one for one in self._outgoing.values() if one.busy and not one.awaits_link_end]
         if any(not outgoing.closed for outgoing in busy):
             return _POLL_WRITER_S
         if reads:
             return _POLL_READER_S
-        return _POLL_CLOSED_S if busy else None
+        return _POLL_CLOSED_S if busy or lost else None
 
     def _step_writer(self, transport: Transport, key: str, outgoing: Outgoing) -> bool:
         moved = outgoing.step(transport, self.counters)
         if outgoing.has_landed:
-            self._note_route(transport, outgoing.peer, outgoing.meter)
+            self._links.note_route(transport, outgoing.peer, outgoing.meter)
         if outgoing.closed and not outgoing.busy:
             del self._outgoing[key]
             if all(other.peer != outgoing.peer for other in self._outgoing.values()):
                 self._note_idle(transport, outgoing)
         return moved
 
-    def _link_to(self, peer: str) -> LinkMeter:
-        if peer not in self._links:
-            if len(self._links) >= _MOST_LINKS:  # the oldest peer has most likely gone
-                del self._links[next(iter(self._links))]
-            self._links[peer] = LinkMeter()
-        return self._links[peer]
-
-    def _note_route(self, transport: Transport, peer: str, link: LinkMeter) -> None:
-        """Say once over what we write to a peer, and how fast; loudly when it is not what it should be."""
-        if not link.route and (route := transport.route(peer)):
-            link.route, link.is_expected = route, is_expected(route, self._expected_routes)
-            if not link.is_expected:
-                wanted = ", ".join(self._expected_routes) or "anything but TCP"
-                log.warning("writes to %s go over %s; expected is %s", peer, route, wanted)
-                self.counters.add("routes_unexpected_total")
-        if link.route and link.bytes_per_s and not link.was_told:
-            link.was_told = True
-            log.info("writes to %s go over %s at %.3g GB/s", peer, link.route, link.bytes_per_s / 1e9)
+    def _step_lost(self, transport: Transport, lost: list[Outgoing]) -> None:
+        """Give up links whose fence could not be written, and report when they can deliver nothing more."""
+        for one in lost:
+            if one.link_end is not None:
+                if one.link_end.is_over():
+                    log.info("the link to %s has ended: nothing of it can land any more", one.peer)
+                    one.link_has_ended()
+                continue
+            if any(other.peer == one.peer and other.in_flight for other in self._outgoing.values()):
+                continue  # these are on their way to fail too
+            log.warning("the link to %s is given up: no fence could be written", one.peer)
+            transport.disconnect(one.peer)
+            end = LinkEnd(self._clock)
+            for other in lost:
+                if other.peer == one.peer and other.link_end is None:
+                    other.link_end = end
 
     def _note_idle(self, transport: Transport, last: Outgoing) -> None:
         """Keep the connection to a peer whose last writer has ended, if it is worth it."""

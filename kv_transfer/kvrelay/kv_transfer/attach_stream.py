@@ -60,7 +60,14 @@ def take_late_fence(sessions: HubSessions, request: decode_pb2.FencedRequest) ->
     named = incarnation_from_pb(hello.writer) == ours.writer and request_from_pb(hello.request) == ours.request
     if not (named and hmac.compare_digest(hello.one_time_token, ours.one_time_token)):
         raise StaleMessageError(f"epoch {epoch} is for {ours.request} written by {ours.writer}")
-    sessions.feed_from_peer(entry, _fence_of(sessions, entry, hello.rank, request.fenced))
+    let_in = entry.session.stream_of(hello.rank)
+    if let_in is None:
+        # Its hello was lost, or is still on its way: then it finds the epoch closed.
+        sessions.feed(entry, ev.Abort(f"rank {hello.rank} gave up before it was let in"))
+    elif let_in == hello.stream_id:
+        _feed(sessions, entry, _fence_of(sessions, entry, hello.rank, request.fenced))
+    else:
+        raise StaleMessageError(f"epoch {epoch} has let in another stream of rank {hello.rank}")
 
 
 async def _greet(sessions: HubSessions, incoming: Incoming) -> tuple[Entry, int]:
@@ -89,7 +96,9 @@ def _attach(sessions: HubSessions, hello: handoff_pb2.AttachHello) -> tuple[Entr
         raise StaleMessageError(
             f"the ticket of rank {rank} of {writer} does not name what epoch {entry.epoch} reserved"
         )
-    event = ev.Attach(rank, writer, request_from_pb(hello.request), hello.one_time_token, hello.layout_fingerprint)
+    event = ev.Attach(
+        rank, writer, request_from_pb(hello.request), hello.one_time_token, hello.layout_fingerprint, hello.stream_id
+    )
     outbox: Outbox = asyncio.Queue()
     known = entry.outboxes.get(rank)
     entry.outboxes[rank] = outbox
@@ -124,9 +133,16 @@ async def _listen(sessions: HubSessions, entry: Entry, rank: int, incoming: Inco
                 event = await _event_of(sessions, entry, rank, message)
             except InvalidRequestError as err:
                 event = ev.Abort(f"rank {rank}: {err}")
-            sessions.feed_from_peer(entry, event)
+            _feed(sessions, entry, event)
     finally:
         outbox.put_nowait(None)
+
+
+def _feed(sessions: HubSessions, entry: Entry, event: ev.Event) -> None:
+    if isinstance(event, ev.Fenced) and event.proof is FenceProof.LINK_CLOSED:
+        sessions.after_drain(lambda: sessions.feed_from_peer(entry, event))
+    else:
+        sessions.feed_from_peer(entry, event)
 
 
 async def _event_of(sessions: HubSessions, entry: Entry, rank: int, message: handoff_pb2.WriterEvent) -> ev.Event:

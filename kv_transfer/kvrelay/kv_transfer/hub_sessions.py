@@ -145,6 +145,10 @@ class HubSessions:
             self.counters.add("handoff_events_stale_total")
             log.info("ignored: %s", err)
 
+    def after_drain(self, call: Callable[[], None]) -> None:
+        """Call once the transfer thread has polled for so long that what lay in our sockets has landed."""
+        self._thread.drain(self._limits.drain_s, lambda: self._from_thread(call))
+
     def feed(self, entry: Entry, event: ev.Event) -> None:
         session, before = entry.session, entry.session.state
         actions = session.handle(event, now_s=self._clock())
@@ -173,7 +177,7 @@ class HubSessions:
                 self.counters.add("handoffs_failed_total")
                 self._callbacks.on_failed(entry.epoch, entry.request, action.reason)
             case ev.Drain():
-                self._thread.drain(self._limits.drain_s, lambda: self._from_thread(lambda: self._drained(entry)))
+                self.after_drain(lambda: self._drained(entry))
             case ev.Quarantine():
                 log.error(
                     "epoch %s: %d pages are quarantined: no fence", entry.epoch, len(entry.session.reservation.pages)

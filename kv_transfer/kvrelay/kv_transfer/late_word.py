@@ -19,8 +19,8 @@ from kvrelay.proto.server import connect
 from kvrelay.proto.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2
 
 _CALL_S = 2.0
-_PAUSE_S = 0.5
-_GIVE_UP_S = 900.0  # a decode node that is away for longer has ended, and its pages with it
+_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
+_GIVE_UP_S = 3600.0  # a decode node that is away for longer has ended, and its pages with it
 _TRY_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 log = logging.getLogger(__name__)
 
@@ -30,16 +30,18 @@ async def say_fenced(
 ) -> None:
     """Tell decode until it answers, whatever it answers, or has been away for too long."""
     request, until_s = decode_pb2.FencedRequest(rank=hello, fenced=proof_to_pb(proof)), clock() + _GIVE_UP_S
-    async with connect(endpoint, max_message_bytes=limits.max_message_bytes, tls=limits.tls) as channel:
-        stub = decode_pb2_grpc.DecodeNodeStub(channel)
-        while clock() < until_s:
-            try:
-                await stub.Fenced(request, timeout=_CALL_S)
-            except aio.AioRpcError as err:
-                if err.code() not in _TRY_AGAIN:
-                    log.warning("%s does not take the fence of rank %d: %s", endpoint, hello.rank, err.details())
-                    return
-            else:
+    pause_s = _PAUSE_S
+    while clock() < until_s:
+        try:
+            # A channel of its own for each try: between them nothing should knock at a host that is away.
+            async with connect(endpoint, max_message_bytes=limits.max_message_bytes, tls=limits.tls) as channel:
+                await decode_pb2_grpc.DecodeNodeStub(channel).Fenced(request, timeout=_CALL_S)
+        except aio.AioRpcError as err:
+            if err.code() not in _TRY_AGAIN:
+                log.warning("%s does not take the fence of rank %d: %s", endpoint, hello.rank, err.details())
                 return
-            await asyncio.sleep(_PAUSE_S)
+        else:
+            return
+        await asyncio.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
     log.error("%s did not hear of the fence of rank %d in %g s", endpoint, hello.rank, _GIVE_UP_S)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import TransferError
 from kvrelay.core.types import Counters
+from kvrelay.kv_transfer.link_end import LinkEnd
 from kvrelay.kv_transfer.link_meter import LinkMeter
 from kvrelay.kv_transfer.packing import Packed, Packer
 from kvrelay.kv_transfer.plan import Copy
@@ -56,11 +57,26 @@ class Outgoing:
     _fences: bool = False
     _fence_settled: bool = False  # its outcome was reported
     _fence: Handle | None = None
+    _lost: bool = False  # the fence could not be written, and nothing else has proven yet that nothing more lands
+    link_end: LinkEnd | None = None  # from when the link was given up
 
     @property
     def busy(self) -> bool:
-        """True while there is something to post or to poll."""
-        return bool(self._waiting or self._packing or self._in_flight or self._fence is not None)
+        """True while there is something to post, to poll or to prove."""
+        return bool(self._waiting or self._packing or self._in_flight or self._fence is not None or self._lost)
+
+    @property
+    def in_flight(self) -> bool:
+        return bool(self._packing or self._in_flight or self._fence is not None)
+
+    @property
+    def awaits_link_end(self) -> bool:
+        """True when only the end of the link can prove that nothing more lands."""
+        return self._lost and not self.in_flight
+
+    def link_has_ended(self) -> None:
+        self._lost = False
+        self.on_events((FenceDone(FenceProof.LINK_CLOSED),))
 
     def add(self, posting: Posting) -> None:
         if not self._ends and self.failure is None:
@@ -196,4 +212,5 @@ class Outgoing:
         if self._fence_settled:
             return []
         self._fence_settled = True
+        self._lost = isinstance(outcome, FenceFailed)
         return [outcome]

@@ -27,6 +27,7 @@ _LOST_AFTER_S = 2.0
 class _Rank:
     """One attached rank."""
 
+    stream_id: bytes
     stream_open: bool = True
     listed: dict[int, Part] | None = None  # its manifest
     landed: dict[int, Part] = field(default_factory=dict)  # verified parts
@@ -79,6 +80,10 @@ class ReaderSession:
     @property
     def proofs(self) -> Mapping[int, FenceProof]:
         return {number: rank.proof for number, rank in self._ranks.items() if rank.proof is not None}
+
+    def stream_of(self, rank: int) -> bytes | None:
+        """Return the id of the stream by which a rank was let in, or None when it was not."""
+        return self._ranks[rank].stream_id if rank in self._ranks else None
 
     def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
         """Apply one event.
@@ -150,7 +155,7 @@ class ReaderSession:
             raise LayoutMismatchError(
                 f"{self._name}: layout {event.fingerprint.hex()} of the writer, {ours.fingerprint.hex()} here"
             )
-        self._ranks[event.rank] = _Rank()
+        self._ranks[event.rank] = _Rank(event.stream_id)
         if self.state is State.RESERVED:
             self.state = State.ATTACHED
         return [ev.SendAttached(event.rank)]

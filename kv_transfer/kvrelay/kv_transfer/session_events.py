@@ -20,6 +20,7 @@ class Attach:
     request: Request
     one_time_token: bytes
     fingerprint: bytes
+    stream_id: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ class FenceProof(Enum):
     HANDLES_DONE = "handles_done"  # every handle was seen DONE
     CELL_WRITTEN = "cell_written"  # posting stopped, then a write to the fence cell was seen DONE
     NOTHING_POSTED = "nothing_posted"
+    LINK_CLOSED = "link_closed"  # the link has ended, and the receiver has drained what came before; see link_end.py
     KNOWN_DEAD = "known_dead"  # the writer is gone, and the receiver has drained what it had in its sockets
 
 

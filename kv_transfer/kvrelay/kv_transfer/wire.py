@@ -14,6 +14,7 @@ _PROOFS: dict[FenceProof, handoff_pb2.FenceProof.ValueType] = {
     FenceProof.HANDLES_DONE: handoff_pb2.FENCE_PROOF_HANDLES_DONE,
     FenceProof.CELL_WRITTEN: handoff_pb2.FENCE_PROOF_CELL_WRITTEN,
     FenceProof.NOTHING_POSTED: handoff_pb2.FENCE_PROOF_NOTHING_POSTED,
+    FenceProof.LINK_CLOSED: handoff_pb2.FENCE_PROOF_LINK_CLOSED,
 }
 _CHECKSUM_KINDS: dict[ChecksumKind, handoff_pb2.ChecksumKind.ValueType] = {
     ChecksumKind.XXH3: handoff_pb2.CHECKSUM_KIND_XXH3,

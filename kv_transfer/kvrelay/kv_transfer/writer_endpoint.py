@@ -103,7 +103,9 @@ class WriterEndpoint:
         self._writer_open = False
         self._ticker: asyncio.Task[None] | None = None
         self._proof: FenceProof | None = None  # of our fence, once there is one
+        self._stream_id = secrets.token_bytes(8)
         self._attached = False
+        self._refused = False  # decode has let in nobody, or another one
         self._converses = True  # what is put into the outbox will be said
         self._late: asyncio.Task[None] | None = None
         self.done: asyncio.Future[Outcome] = self._loop.create_future()
@@ -192,6 +194,7 @@ class WriterEndpoint:
         except aio.AioRpcError as err:
             lost = from_rpc_error(err, peer=self._ticket.decode_endpoint)
             why, heard_all = str(lost), not isinstance(lost, UnavailableError)
+            self._refused = heard_all and not self._attached
         finally:
             self._converses = False
             if not heard_all:
@@ -216,6 +219,7 @@ class WriterEndpoint:
             layout_fingerprint=self._pool.layout.fingerprint,
             address=address_to_pb(self._thread.address),
             destination_digest=self._destination,
+            stream_id=self._stream_id,
         )
 
     def _hear(self, event: handoff_pb2.ReaderEvent) -> None:
@@ -281,10 +285,9 @@ class WriterEndpoint:
     def _say_late(self) -> None:
         """Say the fence, if there is one yet, outside of a stream that may have lost it.
 
-        Only when decode's yes was heard: whoever was refused has no fence to speak of, and must not speak for the one
-        that was let in.
+        Also when decode's yes was not heard: it may have been said. Whoever was refused has no fence to speak of.
         """
-        if self._attached and self._proof is not None and self._late is None:
+        if not self._refused and self._proof is not None and self._late is None:
             self._counters.add("fences_said_late_total")
             told = say_fenced(
                 self._ticket.decode_endpoint, self._hello(), self._proof, limits=self._limits, clock=self._clock

@@ -136,8 +136,8 @@ class WriterSession:
         return [*told, *fenced, wt.Fail(reason)]
 
     def _on_fence(self, event: wt.FenceDone | wt.FenceFailed) -> list[WriterAction]:
-        if self.state is WriterState.STUCK and isinstance(event, wt.FenceDone):
-            return [wt.SendFenced(event.proof)]  # the peer takes our writes again, and its pages wait for this word
+        if self.state in (WriterState.STUCK, WriterState.LOST) and isinstance(event, wt.FenceDone):
+            return [wt.SendFenced(event.proof)]  # the peer takes our writes again, or never will: its pages wait for it
         if self.state is not WriterState.ABORTING:
             return []
         assert self.failure is not None

@@ -59,16 +59,23 @@ class TwoHosts(Client):
     def heal(self) -> None:
         _ip("-n", self._namespace, "link", "set", self._cable, "up")
 
+    def log_of(self, name: str) -> str:
+        return (self._lab / f"{name}.log").read_text()
+
     def logs(self) -> str:
         return "\n".join(f"--- {file.name}\n{file.read_text()[-6000:]}" for file in sorted(self._lab.glob("*.log")))
 
 
 @contextmanager
-def running(model: Path) -> Iterator[TwoHosts]:
+def running(model: Path, *, tcp_retries: int = 15, breakage: str | None = None) -> Iterator[TwoHosts]:
+    """Run prefill and the rest on two hosts; prefill's gives a TCP connection up after so many unanswered tries."""
     with ExitStack() as stack:
         lab = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lab-")))
+        if breakage is not None:
+            Remote(lab).sabotage(breakage)
         tag = f"kvr{os.getpid() % 100_000}"
         namespace, cable = stack.enter_context(_cable(tag))
+        _in_namespace(namespace, "net/ipv4/tcp_retries2", tcp_retries)
         index = stack.enter_context(_index())
         node = ("--model", str(model), "--dtype", "float32", "--index-url", index, "--net-devices", cable)
         sizes = ("--pool-pages", "400", "--max-model-len", "2048")
@@ -119,6 +126,11 @@ def _cable(tag: str) -> Iterator[tuple[str, str]]:
         yield tag, here
     finally:
         _ip("netns", "del", tag)  # its end of the cable goes with it, and the other end with that
+
+
+def _in_namespace(namespace: str, name: str, value: int) -> None:
+    """Set a kernel parameter that each network namespace has for itself."""
+    _ip("netns", "exec", namespace, "sh", "-c", f"echo {value} > /proc/sys/{name}")
 
 
 @contextmanager

@@ -222,6 +222,7 @@ SABOTAGES: dict[str, tuple[Change, ...]] = {
     ),
     # the fence and the check
     "no_fence": (Change("kv_transfer.session", "ReaderSession.all_fenced", _as_property(True)),),
+    "links_never_end": (Change("kv_transfer.link_end", "LinkEnd.is_over", _always(False)),),
     "nothing_verified": (
         Change("kv_transfer.hub_sessions", "HubSessions._verify", _always(True)),
         Change("kv_transfer.coverage", "Coverage.complete", _as_property(True)),

@@ -53,6 +53,10 @@ class _FenceProofEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FenceProof
     """Posting stopped, then the fence cell was written and that write was seen DONE."""
     FENCE_PROOF_NOTHING_POSTED: _FenceProof.ValueType  # 3
     """This rank never posted anything."""
+    FENCE_PROOF_LINK_CLOSED: _FenceProof.ValueType  # 4
+    """Every handle has ended, some in an error, the link was closed, and no socket of the writer's host has unsent bytes
+    of it. The receiver drains its own sockets before it believes this.
+    """
 
 class FenceProof(_FenceProof, metaclass=_FenceProofEnumTypeWrapper): ...
 
@@ -63,6 +67,10 @@ FENCE_PROOF_CELL_WRITTEN: FenceProof.ValueType  # 2
 """Posting stopped, then the fence cell was written and that write was seen DONE."""
 FENCE_PROOF_NOTHING_POSTED: FenceProof.ValueType  # 3
 """This rank never posted anything."""
+FENCE_PROOF_LINK_CLOSED: FenceProof.ValueType  # 4
+"""Every handle has ended, some in an error, the link was closed, and no socket of the writer's host has unsent bytes
+of it. The receiver drains its own sockets before it believes this.
+"""
 Global___FenceProof: _TypeAlias = FenceProof  # noqa: Y015
 
 @_typing.final
@@ -374,6 +382,7 @@ class AttachHello(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     DESTINATION_DIGEST_FIELD_NUMBER: _builtins.int
+    STREAM_ID_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     one_time_token: _builtins.bytes
     layout_fingerprint: _builtins.bytes
@@ -381,6 +390,8 @@ class AttachHello(_message.Message):
     """Digest of where this rank will write: the ticket's ring size, tokens, fence slot and pages. A ticket passes through
     other processes; decode lets nobody in whose copy differs from what it reserved.
     """
+    stream_id: _builtins.bytes
+    """Random, for each stream: a word outside of a stream that broke counts only when it was this one that was let in."""
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
@@ -402,10 +413,11 @@ class AttachHello(_message.Message):
         layout_fingerprint: _builtins.bytes = ...,
         address: Global___TransportAddress | None = ...,
         destination_digest: _builtins.bytes = ...,
+        stream_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "request", b"request", "writer", b"writer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "destination_digest", b"destination_digest", "epoch", b"epoch", "layout_fingerprint", b"layout_fingerprint", "one_time_token", b"one_time_token", "rank", b"rank", "request", b"request", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "destination_digest", b"destination_digest", "epoch", b"epoch", "layout_fingerprint", b"layout_fingerprint", "one_time_token", b"one_time_token", "rank", b"rank", "request", b"request", "stream_id", b"stream_id", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
