@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,10 @@ from urllib.request import urlopen
 import grpc
 import pytest
 
-from cluster.cluster import Client, status_of
+from cluster.cluster import Client, status_of, wait_until
 from kvrelay.cli import certs, client
 from kvrelay.cli.identity import Identity
+from kvrelay.proto.handshakes import SETTLE_S
 from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import common_pb2, decode_pb2_grpc
 from operations.deployment import MODEL
@@ -94,15 +96,36 @@ def refused(fleet: Fleet, identity: Identity | None) -> tuple[grpc.StatusCode, s
     return status_of(failed.value)
 
 
+def failed_handshakes(fleet: Fleet) -> float:
+    found = re.search(r'kvrelay_refused_calls_total{reason="handshake"} (\S+)', router_metrics(fleet))
+    return float(found[1]) if found else 0.0
+
+
+def router_metrics(fleet: Fleet) -> str:
+    address = fleet.deployment.metrics(fleet.deployment.members("router")[0])
+    with urlopen(f"http://{address}/metrics") as answer:
+        text: str = answer.read().decode()
+    return text
+
+
 def test_a_known_token_is_served_over_tls(fleet: Fleet) -> None:
     assert ask(fleet, fleet.identity("", "token-one")) == recording(MODEL, 333).greedy
 
 
-def test_a_plain_text_client_is_refused(fleet: Fleet) -> None:
-    assert refused(fleet, None)[0] is grpc.StatusCode.UNAVAILABLE
+def test_a_plain_text_client_is_refused_counted_and_logged_once(fleet: Fleet) -> None:
+    before = failed_handshakes(fleet)
+    for _ in range(3):
+        assert refused(fleet, None)[0] is grpc.StatusCode.UNAVAILABLE
+
+    wait_until(lambda: failed_handshakes(fleet) >= before + 3, 2 * SETTLE_S, lambda: str(failed_handshakes(fleet)))
+    assert fleet.log_of("router").count("no call came") == 1
 
 
-def test_a_certificate_of_another_ca_is_refused(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_certificate_of_another_ca_is_refused_and_counted(fleet: Fleet, tmp_path: Path) -> None:
+    def count() -> float:
+        return fleet.deployment.client.counter("calls_refused_handshake_total", role="decode")
+
+    before = count()
     certs.make(tmp_path / "other", days=1)
     stranger = Tls(
         (fleet.certs / "ca.pem").read_bytes(),
@@ -113,6 +136,8 @@ def test_a_certificate_of_another_ca_is_refused(fleet: Fleet, tmp_path: Path) ->
         decode_pb2_grpc.DecodeNodeStub(channel).Stats(common_pb2.StatsRequest(), timeout=CHANNEL_S)
 
     assert status_of(failed.value)[0] is grpc.StatusCode.UNAVAILABLE
+    wait_until(lambda: count() > before, 2 * SETTLE_S, lambda: str(count()))
+    assert fleet.log_of("decode").count("no call came") == 1
 
 
 def test_a_server_of_another_ca_is_not_trusted(fleet: Fleet, tmp_path: Path) -> None:
@@ -128,8 +153,7 @@ def test_wrong_and_missing_tokens_are_refused_counted_and_logged_once(fleet: Fle
         assert refused(fleet, fleet.identity("", "token-wrong"))[0] is grpc.StatusCode.UNAUTHENTICATED
     assert refused(fleet, fleet.identity(""))[0] is grpc.StatusCode.UNAUTHENTICATED
 
-    with urlopen(f"http://{fleet.deployment.metrics(fleet.deployment.members('router')[0])}/metrics") as answer:
-        metrics = answer.read().decode()
+    metrics = router_metrics(fleet)
     assert 'kvrelay_refused_calls_total{reason="token"} 3.0' in metrics
     assert 'kvrelay_refused_calls_total{reason="no_token"} 1.0' in metrics
     log = fleet.log_of("router")

@@ -50,3 +50,22 @@ def test_the_spans_of_both_legs_hang_below_the_callers(cluster: Cluster) -> None
     assert {seen[leg]["parent_id"] for leg in ("reserve", "prefill", "decode")} == {seen["generate"]["span_id"]}
     assert len({line["process"] for line in seen.values()}) == 3
     assert all(line["took_ms"] > 0 for line in seen.values())
+
+
+def test_every_line_that_names_a_request_carries_its_id(cluster: Cluster) -> None:
+    """Also those of a request that ends early: whoever searches for its id finds all that was said of it."""
+    answered = cluster.generate([8, 9, 10], max_tokens=4, ignore_eos=True).accepted.request_id
+    call = cluster.inference.Generate(a_request([11, 12, 13], max_tokens=1500, ignore_eos=True), timeout=30)
+    given_up = next(event.accepted.request_id for event in call if event.WhichOneof("event") == "accepted")
+    call.cancel()
+
+    def of(request_id: str) -> list[dict[str, Any]]:
+        return [line for line in lines_of(cluster) if request_id in json.dumps(line)]
+
+    def told_by(request_id: str) -> set[int]:
+        return {line["process"] for line in of(request_id) if "span" in line}
+
+    for request_id in (answered, given_up):
+        wait_until(lambda request_id=request_id: len(told_by(request_id)) == 3, 10)
+        lost = [line for line in of(request_id) if line.get("request_id") != request_id]
+        assert not lost, lost

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
@@ -104,6 +107,27 @@ def test_the_dashboard_uses_existing_metrics_only() -> None:
         for target in panel["targets"]:
             assert named_in(target["expr"]), panel["title"]
             assert named_in(target["expr"]) <= existing(), panel["title"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here (Debian's package prometheus has it)")
+@pytest.mark.parametrize("words", [("rules", ALERTS), ("config", ALERTS.parent / "prometheus.yml")])
+def test_prometheus_itself_accepts_the_files(words: tuple[str, Path]) -> None:
+    done = subprocess.run(
+        ["promtool", "check", *map(str, words)], capture_output=True, text=True, check=False, timeout=60
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "SUCCESS" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here (Debian's package prometheus has it)")
+def test_alerts_fire_on_what_they_are_for_and_are_silent_otherwise() -> None:
+    rules = ROOT / "tests" / "unit" / "golden" / "alerts_test.yml"
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(rules)], capture_output=True, text=True, check=False, timeout=60
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_alert_is_explained_in_the_operators_guide() -> None:

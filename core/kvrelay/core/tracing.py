@@ -101,6 +101,16 @@ def span(name: str, *, of: str, parent: Trace | None) -> Iterator[Trace]:
             _report(Span(name, here, parent, of, began_ns, time.time_ns(), error))
 
 
+@contextmanager
+def about(request: str) -> Iterator[None]:
+    """What is logged inside belongs to this request. For code that does not wait."""
+    token = request_id.set(request)
+    try:
+        yield
+    finally:
+        request_id.reset(token)
+
+
 def _report(done: Span) -> None:
     took_ms = (done.ended_ns - done.began_ns) / 1e6
     _log.debug("%s of request %s took %.1f ms", done.name, done.request_id, took_ms, extra={"span": done})

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvrelay.core import tracing
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import ServeError, StaleMessageError
 from kvrelay.core.types import Counters, Epoch
@@ -143,13 +144,18 @@ class HubSessions:
             self.feed(entry, event)
         except StaleMessageError as err:
             self.counters.add("handoff_events_stale_total")
-            log.info("ignored: %s", err)
+            with tracing.about(entry.request.request_id):
+                log.info("ignored: %s", err)
 
     def after_drain(self, call: Callable[[], None]) -> None:
         """Call once the transfer thread has polled for so long that what lay in our sockets has landed."""
         self._thread.drain(self._limits.drain_s, lambda: self._from_thread(call))
 
     def feed(self, entry: Entry, event: ev.Event) -> None:
+        with tracing.about(entry.request.request_id):
+            self._feed(entry, event)
+
+    def _feed(self, entry: Entry, event: ev.Event) -> None:
         session, before = entry.session, entry.session.state
         actions = session.handle(event, now_s=self._clock())
         if session.state is not before:

@@ -10,6 +10,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future
+from contextvars import copy_context
 
 from grpc import aio
 
@@ -83,6 +84,7 @@ class WriterEndpoint:
         self._notice_key = NoticeKey.of(opened.epoch, opened.request)
         self._destination = opened.destination_digest
         # A ticket may be used twice, by mistake or on purpose: decode lets in one of the two, and each has its own key.
+        self._context = copy_context()  # of the request: what other threads cause is logged under its id
         self._key = f"{opened.epoch}/{rank}/{secrets.token_hex(4)}"
         self._session = WriterSession(
             f"{opened.epoch} rank {rank}",
@@ -323,7 +325,7 @@ class WriterEndpoint:
 
     def _call_soon(self, call: Callable[[], object]) -> None:
         try:
-            self._loop.call_soon_threadsafe(call)
+            self._loop.call_soon_threadsafe(call, context=self._context)
         except RuntimeError:
             # The loop is closed: the process is ending, and nobody is left to be told.
             log.warning("%s: the event loop is closed", self._key)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
+from kvrelay.core import tracing
 from kvrelay.core.errors import ServeError
 from kvrelay.core.shard import Span
 from kvrelay.core.supervise import keep
@@ -59,6 +60,7 @@ class WriterOpener:
             return RefusedWriter(str(err))
 
     async def _start(self, opened: ring_pb2.RingOpen) -> EndpointWriter:
+        tracing.request_id.set(opened.request.request_id)  # of this task, and of all that it starts
         endpoint = WriterEndpoint(
             ticket=opened.ticket,
             writer=self._node,

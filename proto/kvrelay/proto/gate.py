@@ -13,6 +13,7 @@ import grpc
 from grpc import aio
 
 from kvrelay.proto import tls
+from kvrelay.proto.handshakes import Handshakes
 
 _MAX_LOGGED = 1000
 _OPEN = ("/grpc.health.v1.",)
@@ -30,10 +31,13 @@ Check = Callable[[str, "aio.ServicerContext[Any, Any]"], Refusal | None]  # meth
 
 
 class Gate(aio.ServerInterceptor):
-    """Asks `check` before each call except health checks."""
+    """Asks `check` before each call except health checks, and tells `handshakes` of every call."""
 
-    def __init__(self, check: Check, *, on_refused: Callable[[str], None]) -> None:
+    def __init__(
+        self, check: Check, *, on_refused: Callable[[str], None], handshakes: Handshakes | None = None
+    ) -> None:
         self._check = check
+        self._handshakes = handshakes
         self._on_refused = on_refused
         self._logged: set[tuple[str, str]] = set()
 
@@ -44,8 +48,8 @@ class Gate(aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler: Any = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method.startswith(_OPEN):
-            return handler  # type: ignore[no-any-return]
+        if handler is None:
+            return None
         kind = {
             (False, False): "unary_unary",
             (False, True): "unary_stream",
@@ -72,7 +76,9 @@ class Gate(aio.ServerInterceptor):
         return call
 
     async def _admit(self, method: str, context: aio.ServicerContext[Any, Any]) -> None:
-        refusal = self._check(method, context)
+        if self._handshakes is not None:
+            self._handshakes.called(context.peer())
+        refusal = None if method.startswith(_OPEN) else self._check(method, context)
         if refusal is None:
             return
         self._on_refused(refusal.reason)

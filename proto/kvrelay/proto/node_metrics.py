@@ -38,6 +38,10 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "notices_stale_total": ("kvrelay_notices_stale_total", "Notices of an older life, attempt or reservation"),
     "notices_garbled_total": ("kvrelay_notices_garbled_total", "Notices that are none"),
     "calls_refused_certificate_total": ("kvrelay_calls_refused_total", "Calls by others than members of the fleet"),
+    "calls_refused_handshake_total": (
+        "kvrelay_handshakes_failed_total",
+        "Connections over which no call came: plain text, or certificates of another CA",
+    ),
     "attaches_refused_total": ("kvrelay_attaches_refused_total", "Writers that were not let in"),
     "sessions_reserved_total": ("kvrelay_sessions_reserved_total", "Reservations made"),
     "handoffs_failed_total": ("kvrelay_handoffs_failed_total", "Hand-offs that ended before admission"),

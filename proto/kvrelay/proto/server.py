@@ -13,7 +13,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvrelay.core.errors import SettingsError
-from kvrelay.proto.gate import Gate, members_only
+from kvrelay.proto.gate import Check, Gate, members_only
+from kvrelay.proto.handshakes import Handshakes
 from kvrelay.proto.tls import CHANNEL_OPTIONS, Tls
 
 # A dead peer is noticed within about 15 s even when the kernel still believes in the connection.
@@ -60,7 +61,22 @@ def node_security(tls: Tls | None, on_refused: Callable[[str], None]) -> Securit
     """Return what lets only members of the fleet call a node; without `tls`, anybody in plain text."""
     if tls is None:
         return {}
-    return {"interceptors": (Gate(members_only, on_refused=on_refused),), "credentials": tls.server_credentials()}
+    return tls_security(tls, members_only, on_refused=on_refused)
+
+
+def tls_security(
+    tls: Tls, check: Check, *, on_refused: Callable[[str], None], require_client_cert: bool = True
+) -> Security:
+    """Return what lets in, over TLS, whom `check` lets in. To be called on the event loop.
+
+    Args:
+        on_refused: told one word for each refusal: the check's, or `handshake`.
+    """
+    handshakes = Handshakes(lambda: on_refused("handshake"))
+    return {
+        "interceptors": (Gate(check, on_refused=on_refused, handshakes=handshakes),),
+        "credentials": tls.server_credentials(require_client_cert=require_client_cert, on_handshake=handshakes.begun),
+    }
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ not carry it, so a client can talk to routers only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,15 +42,26 @@ class Tls:
             raise SettingsError("a TLS certificate needs its key and the other way round")
         return cls(_read(ca), _read(cert) if cert else None, _read(key) if key else None)
 
-    def server_credentials(self, *, require_client_cert: bool = True) -> grpc.ServerCredentials:
+    def server_credentials(
+        self, *, require_client_cert: bool = True, on_handshake: Callable[[], None] = lambda: None
+    ) -> grpc.ServerCredentials:
         """Return credentials to serve with.
+
+        Args:
+            on_handshake: called at the begin of each handshake, on a thread of gRPC's.
 
         Raises:
             SettingsError: there is no certificate to show.
         """
         if self.cert is None or self.key is None:
             raise SettingsError("a server with TLS needs a certificate and its key")
-        return grpc.ssl_server_credentials([(self.key, self.cert)], self.ca, require_client_cert)
+        certificate = grpc.ssl_server_certificate_configuration([(self.key, self.cert)], root_certificates=self.ca)
+
+        def same_certificate() -> grpc.ServerCertificateConfiguration:
+            on_handshake()
+            return certificate
+
+        return grpc.dynamic_ssl_server_credentials(certificate, same_certificate, require_client_cert)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)

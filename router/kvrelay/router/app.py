@@ -22,7 +22,6 @@ from kvrelay.index.reader import PrefixReader
 from kvrelay.index.registry import NodeRegistry
 from kvrelay.index.router_loads import RouterLoads
 from kvrelay.proto import convert, server
-from kvrelay.proto.gate import Gate
 from kvrelay.proto.server import Security
 from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -154,9 +153,12 @@ class Router:
         """Return who may call and how; without TLS, anybody in plain text."""
         if self._tls is None:
             return {}
-        gate = Gate(ClientCheck(self._tokens), on_refused=self.metrics.refused)
-        credentials = self._tls.server_credentials(require_client_cert=self._settings.require_client_cert)
-        return {"interceptors": (gate,), "credentials": credentials}
+        return server.tls_security(
+            self._tls,
+            ClientCheck(self._tokens),
+            on_refused=self.metrics.refused,
+            require_client_cert=self._settings.require_client_cert,
+        )
 
     def _add_services(self, grpc_server: aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(self.inference, grpc_server)

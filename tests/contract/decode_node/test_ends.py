@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import logging
 import random
 
 import grpc
@@ -21,6 +24,7 @@ from decode_lab import (
     says_retry,
     until,
 )
+from kvrelay.core import logs
 from kvrelay.core.types import Incarnation, SampledToken, Sampling
 from kvrelay.index.registry import NodeRegistry
 from kvrelay.kv_transfer.endpoint import Failed, Settled
@@ -270,6 +274,27 @@ async def test_pages_whose_writer_vanished_are_quarantined_until_its_end_is_prov
         assert (await lab.settled()).free_pages == 300
         await until(lambda: not lab.server.why_not_elsewhere)
         await registry.close()
+
+
+async def test_what_is_logged_of_a_hand_off_names_its_request(model: Model, index_url: str) -> None:
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    handler.setFormatter(logs.formatter("json"))
+    logging.getLogger("kvrelay").addHandler(handler)
+    try:
+        async with running(model, index_url, fleet="logged") as lab:
+            ticket = await lab.reserve([1] * 200, Sampling(max_tokens=100))
+            writing = asyncio.create_task(lab.prefill.endpoint(ticket).run())
+            await until(lambda: "attached" in lab.server.stats().sessions)
+            writing.cancel()
+            await refused(read(lab.decode(ticket)))
+            await until(lambda: lab.server.stats().quarantined_pages)
+    finally:
+        logging.getLogger("kvrelay").removeHandler(handler)
+
+    lines = [json.loads(line) for line in said.getvalue().splitlines()]
+    (lost,) = [line for line in lines if "quarantined" in line["message"]]  # found out by the timer, in no call
+    assert lost["request_id"] == ticket.request.request_id
 
 
 async def test_a_bug_in_a_step_fails_the_running_requests_clearly(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
