@@ -2,7 +2,7 @@
 # Everything that needs two GPUs, in one go: the benches, and the tests marked two_gpus. Each part has a time limit and
 # leaves its results and its log in OUT, so that a part that fails costs no other one.
 #
-#   bench/two_gpus.sh OUT [PYTHON]
+#   [PARTS="split tests rings"] bench/two_gpus.sh OUT [PYTHON]
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$(realpath -m "$1")
@@ -33,11 +33,19 @@ tests() { # NAME SECONDS FILES...
         -p pytest_timeout -p no:cacheprovider --tb=short --durations=5 -m two_gpus "$@"
 }
 
-bench split "${SPLIT_S:-230}" split --folder "$checkpoint" --pairs 12 6 3 --batch 8 --rounds 2
-# Side by side: these two measure nothing. What runs in the background ignores SIGINT, so it is what needs no clearing up.
-tests nccl 110 tests/gpu/test_ring_on_gpus.py &
-tests three_processes 110 tests/gpu/test_three_processes.py
-wait
-bench ring128 60 ring --heads 128 --tokens 32768 131072 --rounds 3
-bench ring16 60 ring --heads 16 --tokens 32768 131072 --rounds 5 --ways latent expanded --exchange --png "$out/ring.png"
-bench ring1m 70 ring --heads 16 --tokens 1048576 --ways latent --rounds 1
+wants() { [[ " ${PARTS:-split tests rings} " == *" $1 "* ]]; }
+
+if wants split; then
+    bench split 300 split --folder "$checkpoint" --pairs 12 6 3 --batch 8 1 --rounds 2
+fi
+if wants tests; then
+    # Side by side: these two measure nothing. What runs in the background ignores SIGINT, so it is what needs no clearing up.
+    tests nccl 150 tests/gpu/test_ring_on_gpus.py &
+    tests three_processes 150 tests/gpu/test_three_processes.py
+    wait
+fi
+if wants rings; then
+    bench ring128 60 ring --heads 128 --tokens 32768 131072 --rounds 3
+    bench ring16 60 ring --tokens 32768 131072 --rounds 5 --ways latent expanded --exchange --png "$out/ring.png"
+    bench ring1m 70 ring --tokens 1048576 --ways latent --rounds 1
+fi

@@ -172,3 +172,15 @@ def test_grouped_experts_equal_each_expert_in_turn(tokens: int) -> None:
             gate, up = (gate_up[expert].float() @ x[token].float()).chunk(2)
             expected[token] += weight * (down[expert].float() @ (F.silu(gate) * up))
     assert (found.float() - expected).norm() < 1e-2 * expected.norm()
+
+
+def test_an_empty_step_writes_no_row() -> None:
+    model = random_model(TINY, DEVICE, torch.float32, seed=1)
+    pool = LatentPool(model.layout(block_tokens=64), 8, DEVICE)
+    for layer in range(pool.layout.num_layers):
+        pool.layer(layer).normal_()
+    before = [pool.layer(layer).clone() for layer in range(pool.layout.num_layers)]
+
+    assert DecodeGraphs(model, pool, max_batch=2, max_tokens=300).run([]) == []
+
+    assert all(torch.equal(pool.layer(layer), rows) for layer, rows in enumerate(before))

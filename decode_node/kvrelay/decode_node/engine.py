@@ -59,6 +59,11 @@ class DecodeEngine:
         """Let the calling thread compute; once, before its first step."""
         self._pool.bind_thread()
 
+    def keep_awake(self) -> None:
+        """Run a step of no sequences, if steps are recorded: it changes nothing and keeps the device's clocks up."""
+        if self._graphs is not None:
+            self._graphs.run([])
+
     def warm_up(self) -> None:
         """Record all steps and run one on page 0, so that no request pays for a first use.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
@@ -23,6 +24,7 @@ from kvrelay.decode_node.local_prefill import Chunk, LocalPrompts, Prompt
 from kvrelay.decode_node.scheduler import DecodeScheduler, Sequence
 
 log = logging.getLogger(__name__)
+AWAKE_EVERY_S = 0.02  # between empty steps while latents come in and nothing runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,11 @@ class Leave:
     """Stop a sequence, running or not; answered by `Left`."""
 
     key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Latents are coming in: an idle device is to be ready for their first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +139,13 @@ class StepThread:
         self._loop = loop
         self._on_report = on_report
         self._clock = clock
-        self._commands: queue.SimpleQueue[Join | Compute | Leave | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Join | Compute | Leave | Wake | None] = queue.SimpleQueue()
         self.step_times = TimeFit(
             prefer_start=True
         )  # x: sequences of a step, y: tokens of context that they have together
         self.chunk_times = TimeFit()  # x: tokens of a chunk, y: pairs of them with what they see
         self._busy_since_s: float | None = None  # last sign of progress; None while there is nothing to do
+        self._last_step_s = -math.inf
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
 
     def start(self) -> None:
@@ -154,6 +162,14 @@ class StepThread:
     def leave(self, key: int) -> None:
         """Stop a sequence; `Left` is reported in any case. Any thread."""
         self._commands.put(Leave(key))
+
+    def keep_awake(self) -> None:
+        """Run an empty step now and then while nothing else runs; told whenever latents have landed. Any thread.
+
+        A GPU that is left alone slows down, and the first step after that takes several times as long.
+        """
+        if self._busy_since_s is None:
+            self._commands.put(Wake())
 
     def stop(self) -> None:
         """End the thread after the step in work and wait for it."""
@@ -191,6 +207,10 @@ class StepThread:
             match command:
                 case None:
                     return False
+                case Wake():
+                    if is_idle and self._clock() - self._last_step_s >= AWAKE_EVERY_S:
+                        self._engine.keep_awake()
+                        self._last_step_s = self._clock()
                 case Join(sequence, state):
                     self._scheduler.join(sequence)
                     self._states[sequence.key] = state
@@ -208,7 +228,7 @@ class StepThread:
         """Compute a chunk of a prompt; with its last one the sequence joins."""
         began_s, tokens = self._clock(), chunk.tokens
         token = self._engine.extend(chunk, self._states[chunk.key])
-        self._busy_since_s = ended_s = self._clock()
+        self._busy_since_s = self._last_step_s = ended_s = self._clock()
         pairs = tokens.num_tokens * tokens.start + tokens.num_tokens**2 / 2
         self.chunk_times.observe(ended_s - began_s, x=tokens.num_tokens, y=pairs)
         sequence = self._prompts.ran(chunk, ended_s - began_s)

@@ -131,6 +131,7 @@ class DecodeServer:
                 on_failed=node.on_failed,
                 on_pages_free=node.on_free,
                 on_quarantined=node.on_quarantined,
+                on_landed=self._steps.keep_awake,
             ),
             limits=local.Limits(fence_timeout_s=settings.fence_timeout_s, max_message_bytes=settings.max_message_bytes),
         )

@@ -135,6 +135,7 @@ class HubSessions:
         return self._pool.checksum(ranges) == part.checksum
 
     def _landed(self, entry: Entry, parts: Sequence[ev.PartLanded]) -> None:
+        self._callbacks.on_landed()
         for part in parts:
             self.feed_from_peer(entry, part)
 

@@ -32,6 +32,7 @@ class HubCallbacks:
     on_failed: Callable[[Epoch, Request, str], None]  # the request ends here; its pages come back later
     on_pages_free: Callable[[Epoch, tuple[int, ...]], None]  # the only way by which pages come back
     on_quarantined: Callable[[Epoch], None] = lambda epoch: None  # a fence is overdue; `on_pages_free` may still come
+    on_landed: Callable[[], None] = lambda: None  # parts of some request have landed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvrelay.core.types import FinishReason, SampledToken, Sampling
+from kvrelay.decode_node import runner
 from kvrelay.decode_node.engine import DecodeEngine, SequenceState
 from kvrelay.decode_node.runner import Crashed, Joined, Left, Report, Stepped, StepThread
 from kvrelay.decode_node.scheduler import Sequence
@@ -188,3 +189,17 @@ async def test_the_step_thread_takes_its_device_before_anything_else(
     thread.stop()
 
     assert bound == ["step"]
+
+
+async def test_an_idle_device_is_kept_awake_now_and_then_while_latents_land(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty: list[str] = []
+    monkeypatch.setattr(DecodeEngine, "keep_awake", lambda _: empty.append(threading.current_thread().name))
+    began_s = time.monotonic()
+    while time.monotonic() - began_s < 0.3:
+        steps.thread.keep_awake()
+        await asyncio.sleep(0.001)
+
+    assert 3 <= len(empty) <= 1 + (time.monotonic() - began_s) / runner.AWAKE_EVERY_S
+    assert set(empty) == {"step"}
