@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.cluster import CALL_S, wait_until
 from faults.lab.drive import Drive, drive, refusal
-from faults.lab.fleet import LEASE_S, STUCK_AFTER_S, Fleet
+from faults.lab.fleet import LEASE_S, STUCK_AFTER_S, Fleet, further_node
 from faults.lab.requests import TOKENS, Watched, right
 from faults.lab.workload import prompt
-
-
-def like(process: psutil.Process, **changed: str) -> subprocess.Popen[bytes]:
-    """Start a process of the lab as another one was started, with other values for some options."""
-    words, environ = process.cmdline(), process.environ()
-    words[words.index("faults.lab.node_main") + 1] = str(psutil.Process().pid)
-    for option, value in changed.items():
-        words[words.index(f"--{option}") + 1] = value
-    return subprocess.Popen(words, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-@contextmanager
-def further_node(fleet: Fleet, model_of: str, name: str, **changed: str) -> Iterator[subprocess.Popen[bytes]]:
-    added = like(fleet.process(model_of), name=name, **changed)
-    try:
-        wait_until(lambda: name in {record.node.name for record in fleet.nodes()}, 60)
-        yield added
-    finally:
-        added.send_signal(signal.SIGTERM)
-        assert added.wait(30) == 0
-        wait_until(lambda: name not in {record.node.name for record in fleet.nodes()}, 10)
 
 
 def pair_of(fleet: Fleet, tokens: list[int], *, prefill: str) -> tuple[str, str]:

@@ -126,6 +126,27 @@ def running(spec: Spec) -> Iterator[Fleet]:
             local_cluster.stop(process)
 
 
+def like(process: psutil.Process, **changed: str) -> subprocess.Popen[bytes]:
+    """Start a process of the lab as another one was started, with other values for some options."""
+    words, environ = process.cmdline(), process.environ()
+    words[words.index("faults.lab.node_main") + 1] = str(psutil.Process().pid)
+    for option, value in changed.items():
+        words[words.index(f"--{option}") + 1] = value
+    return subprocess.Popen(words, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@contextmanager
+def further_node(fleet: Fleet, model_of: str, name: str, **changed: str) -> Iterator[subprocess.Popen[bytes]]:
+    added = like(fleet.process(model_of), name=name, **changed)
+    try:
+        wait_until(lambda: name in {record.node.name for record in fleet.nodes()}, 60)
+        yield added
+    finally:
+        added.send_signal(signal.SIGTERM)
+        assert added.wait(30) == 0
+        wait_until(lambda: name not in {record.node.name for record in fleet.nodes()}, 10)
+
+
 class LabKeeper:
     """Keeps one lab, and replaces it when a deliberate breakage has left damage that does not heal."""
 
