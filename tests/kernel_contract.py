@@ -102,6 +102,15 @@ def test_a_paged_decode_step_equals_the_reference(
     torch.testing.assert_close(out.cpu(), batch.expected(), atol=TOLERANCE[dtype], rtol=0)
 
 
+def test_a_step_that_is_planned_from_tables_runs_on_the_chosen_kernel() -> None:
+    batch = a_batch([5, 300, 17], torch.float32)
+
+    plan = DecodePlan.make(batch.tables, batch.lengths, page_tokens=16, device=DEVICE)
+    out = mla_decode.mla_decode(batch.q, batch.pool, plan, scale=0.2, latent_width=batch.latent)
+
+    torch.testing.assert_close(out.cpu(), batch.expected(), atol=TOLERANCE[torch.float32], rtol=0)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="too large for the interpreter")
 @pytest.mark.parametrize("lengths", [[1], [5, 3000, 2999, 64], [40_000], [700] * 64, [9000, 1, 1, 100] * 8], ids=len)
 @pytest.mark.parametrize("heads", [16, 64, 128])

@@ -7,6 +7,7 @@ from pydantic_settings import SettingsConfigDict
 
 from kvrelay.core.errors import SettingsError
 from kvrelay.core.settings import NodeSettings, load
+from kvrelay.prefill_node.settings import PrefillSettings
 
 
 class _Settings(NodeSettings):
@@ -51,3 +52,19 @@ def test_an_unknown_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
 def test_wrong_options_are_one_clear_error(argv: tuple[str, ...], text: str) -> None:
     with pytest.raises(SettingsError, match=text):
         _load(*argv)
+
+
+@pytest.mark.parametrize(
+    ("options", "cpu", "gpu"),
+    [
+        ((), 1024, 32_768),  # what `bench step` measures
+        (("--ring-size", "3"), 1024, 32_640),
+        (("--chunk-tokens", "1000"), 1000, 896),
+        (("--chunk-tokens", "100", "--ring-size", "8"), 100, 1024),
+    ],
+)
+def test_a_chunk_is_whole_pages_of_every_rank_on_gpus(options: tuple[str, ...], cpu: int, gpu: int) -> None:
+    settings = load(PrefillSettings, ["--model", "m", *options], prog="kvrelay prefill", environ={})
+
+    assert settings.chunk_tokens_on("cpu") == cpu
+    assert settings.chunk_tokens_on("cuda") == gpu

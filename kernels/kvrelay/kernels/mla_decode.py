@@ -66,7 +66,7 @@ class DecodePlan:
             page_tables: one int64 CPU tensor per sequence, its pages in token order; spare pages at the end are fine.
             lengths: visible rows per sequence, this step's row (position length - 1) included; at least 1.
         """
-        if device.type == "cuda" and triton_refuses(device.type) is None:
+        if triton_refuses(device.type) is None:
             longest = max(-(-length // page_tokens) for length in lengths)
             paged = PagedPlan.allocate(
                 num_sequences=len(lengths), max_pages=longest, page_tokens=page_tokens, device=device

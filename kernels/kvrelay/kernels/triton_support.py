@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.util import find_spec
 
 
+@functools.cache  # asked in every layer of every step
 def triton_refuses(device: str) -> str | None:
     """Return None, or the reason; on a CPU they run in Triton's interpreter, for checking (TRITON_INTERPRET=1)."""
     if find_spec("triton") is None:
