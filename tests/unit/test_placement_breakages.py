@@ -66,7 +66,7 @@ def cached_blocks_end_at_2048(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_is_tentative(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Books, "tentative_blocks", lambda self, hashes: {})
+    patch.setattr(Books, "tentative_blocks", lambda self, hashes: [])
 
 
 def work_ahead_is_not_seen(patch: pytest.MonkeyPatch) -> None:

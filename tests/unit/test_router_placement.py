@@ -243,7 +243,7 @@ def test_what_a_decode_node_computes_itself_is_no_load_of_the_prefill_node_and_n
 
     assert books.loads()[CHAT.incarnation] == Load(1, 80, 32)
     assert P.incarnation not in books.loads()
-    assert P.incarnation not in books.tentative_blocks(HASHES)
+    assert P.incarnation not in dict(books.tentative_blocks(HASHES))
     entry.release()
     assert books.accounts == {}
 
@@ -255,7 +255,7 @@ def test_a_burst_with_a_new_shared_prefix_lands_together_until_work_spills() -> 
     books, landed = Books(), []
     nodes = [prefill("a"), prefill("b"), D]
     for _ in range(64):
-        blocks = books.tentative_blocks(HASHES)
+        blocks = dict(books.tentative_blocks(HASHES))
         question = asked(700, cached_tokens={one: PAGE * count for one, count in blocks.items()}, loads=books.loads())
         pair = place(nodes, question)
         books.enter(pair, decode_pages=12, hashes=HASHES)
@@ -263,7 +263,7 @@ def test_a_burst_with_a_new_shared_prefix_lands_together_until_work_spills() -> 
 
     assert landed[:8] == ["a"] * 8  # the prefix is computed once
     assert landed.count("b") >= 20  # and nobody gets more than its share of the work
-    assert books.tentative_blocks([*HASHES[:3], b"x" * 16])[Incarnation("a", 1)] == 3
+    assert dict(books.tentative_blocks([*HASHES[:3], b"x" * 16]))[Incarnation("a", 1)] == 3
 
 
 def test_books_are_empty_when_all_requests_have_ended() -> None:

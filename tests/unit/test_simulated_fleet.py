@@ -121,7 +121,7 @@ def test_o1_at_three_times_capacity_goodput_stays_and_the_rest_is_refused() -> N
 
     def goodput(rate: float) -> tuple[float, float, float]:
         timed = at_rate(trace, 2, rate)
-        jobs = FleetSim(plan, timed, admitting).run().jobs
+        jobs = FleetSim(plan, timed, admitting()).run().jobs
         in_time = sum(map(is_in_time, jobs))
         served = sum(job.finished_s is not None for job in jobs)
         return in_time / timed.arrivals[-1].at_s, served / len(jobs), in_time / served
@@ -139,7 +139,7 @@ def test_mixed_nodes_serve_everything_too_and_whole_prompts_stop_the_decodes() -
     trace = a_trace(200, every_s=0.05)
     late = {}
     for chunked, tokens in ((True, 1024), (False, 1 << 30)):
-        jobs = MixedSim(replace(plan, chunk_tokens=tokens), trace, admitting, chunked=chunked).run().jobs
+        jobs = MixedSim(replace(plan, chunk_tokens=tokens), trace, admitting(), chunked=chunked).run().jobs
         served = [job for job in jobs if job.finished_s is not None]
         assert served
         late[chunked] = sum(job.slow_gaps > 0.01 * job.output_tokens for job in served) / len(served)

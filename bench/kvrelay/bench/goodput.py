@@ -3,8 +3,9 @@
 The same simulated devices are used in three ways: split into prefill and decode pools, mixed with chunks of prompts in
 every decode step, and mixed with whole prompts between decode steps. A request is in time when the first token came
 within the wait that its class is promised plus three times what its prompt takes on an idle device, and at most 1% of
-its gaps between tokens were longer than promised. Refused requests are not in time. Capacity is the highest load at
-which 95% of all requests are in time. The same is done with shorter prompts, to find from where on splitting pays.
+its gaps between tokens were longer than promised. Refused requests are not in time. The peak is the highest goodput of
+some loads; overload is three times the load that the peak serves. All is done for the gap between tokens that the
+interactive class promises and for a shorter one, and with shorter prompts, to find from where on splitting pays.
 What the hand-off takes on the wire is left out: it is hidden behind the prefill, all but a few milliseconds.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +31,12 @@ from kvrelay.router.admission import TARGETS, Slo
 from kvrelay.router.cost import compute_s
 
 SLO = Slo.INTERACTIVE
-PROMPTS = {"as they are": 1.0, "cut to a quarter": 1 / 4, "cut to a sixteenth": 1 / 16}  # answers are as they are
-IN_TIME = 0.95  # share of all requests that are in time at capacity
-OVERLOAD = 3.0  # times capacity
-_LEAST_RATE, _MOST_RATE, _HALVINGS = 0.05, 6.0, 6  # rates are multiples of what uncached prefill alone would fill
-_CHUNK_TOKENS = 1024  # of a mixed step
+OVERLOAD = 3.0  # times what the peak serves
+PROMPTS = {"as they are": 1.0, "cut to a quarter": 1 / 4}  # answers are as they are
+GAPS_S = (TARGETS[SLO].between_tokens_s, 0.015)
+_RATES = (0.6, 1.0, 1.4, 2.0, 3.0)  # multiples of what uncached prefill alone would fill
+_MIXED_SHARE = 0.6  # of the promised gap is for the chunk of a mixed step, the rest for the decode step
+_LEAST_CHUNK, _MOST_CHUNK = 128, 4096
 _WHOLE_PROMPT_TOKENS = 1 << 30
 _MAX_SLOW_GAPS = 0.01
 
@@ -45,21 +47,22 @@ def run(options: argparse.Namespace) -> int:
     trace = replace(trace, arrivals=trace.arrivals[: options.requests])
     result: dict[str, Any] = {"trace": trace.name, "requests": len(trace.arrivals), "devices": options.devices}
     for name, scale in PROMPTS.items():
-        rows = compare(cut(trace, scale), devices=options.devices, seed=options.seed)
-        split, chunked, _ = (row["capacity"]["goodput"] for row in rows.values())
-        result[name] = {"split_over_chunked": round(split / max(chunked, 1e-9), 3), "arrangements": rows}
-        print(
-            f"prompts {name}, split over chunked {split / max(chunked, 1e-9):.2f}; requests in time per second and "
-            f"device, at capacity and at {OVERLOAD:g} times its load"
-        )
-        for arrangement, row in rows.items():
-            at, over = row["capacity"], row["overload"]
+        for gap_s in GAPS_S:
+            case = f"prompts {name}, gaps of {gap_s * 1e3:g} ms"
+            rows = compare(cut(trace, scale), devices=options.devices, seed=options.seed, gap_s=gap_s)
+            split, chunked, _ = (row["peak"]["goodput"] for row in rows.values())
+            result[case] = {"split_over_chunked": round(split / max(chunked, 1e-9), 3), "arrangements": rows}
             print(
-                f"  {arrangement:20}{at['goodput']:9.2f}{over['goodput']:9.2f}, "
-                f"ratio {row['overload_over_capacity']:.2f}, refused {over['refused']:.0%}, "
-                f"late of admitted {over['late_of_admitted']:.1%}",
-                flush=True,
+                f"{case}: split over chunked {split / max(chunked, 1e-9):.2f}; requests in time per second and device"
             )
+            for arrangement, row in rows.items():
+                at, over = row["peak"], row["overload"]
+                print(
+                    f"  {arrangement:18} peak {at['goodput']:6.2f}, at {OVERLOAD:g} times that load "
+                    f"{over['goodput']:6.2f}, ratio {row['overload_over_peak']:.2f}, refused {over['refused']:.0%}, "
+                    f"late of admitted {over['late_of_admitted']:.1%}",
+                    flush=True,
+                )
     if options.out:
         print(report.write(Path(options.out), device="sim", bench="goodput", result=result))
     print(json.dumps(result))
@@ -81,36 +84,52 @@ def cut(trace: Trace, scale: float) -> Trace:
     return replace(trace, arrivals=arrivals)
 
 
-def compare(trace: Trace, *, devices: int, seed: int) -> dict[str, dict[str, Any]]:
-    """Return the capacity of each arrangement; of the splits only the best one."""
-    plan = FleetPlan(cost=DEVICE, tbt_target_s=TARGETS[SLO].between_tokens_s, seed=seed)
+def compare(trace: Trace, *, devices: int, seed: int, gap_s: float) -> dict[str, dict[str, Any]]:
+    """Return the peak and the overload of each arrangement; of the splits only the best one."""
+    plan = FleetPlan(cost=DEVICE, tbt_target_s=gap_s, seed=seed)
+    admit = admitting(gap_s)
     splits = {
         f"split {prefill}+{devices - prefill}": measure(
             trace,
             devices,
             lambda timed, n=prefill: FleetSim(  # type: ignore[misc]
-                replace(plan, prefill_nodes=n, decode_nodes=devices - n), timed, admitting
+                replace(plan, prefill_nodes=n, decode_nodes=devices - n), timed, admit
             ).run(),
         )
         for prefill in sorted({devices // 4, devices // 2, devices * 3 // 4} - {0})
     }
-    best = max(splits, key=lambda name: splits[name]["capacity"]["goodput"])
+    best = max(splits, key=lambda name: splits[name]["peak"]["goodput"])
     mixed = replace(plan, prefill_nodes=devices, decode_nodes=devices)
+    chunk = mixed_chunk(trace, gap_s)
+
+    def unsplit(chunk_tokens: int, *, chunked: bool) -> dict[str, Any]:
+        sized = replace(mixed, chunk_tokens=chunk_tokens)
+        return measure(trace, devices, lambda timed: MixedSim(sized, timed, admit, chunked=chunked).run())
+
     return {
         best: splits[best],
-        "mixed, chunked": measure(trace, devices, lambda timed: run_mixed(mixed, timed, chunked=True)),
-        "mixed, unchunked": measure(trace, devices, lambda timed: run_mixed(mixed, timed, chunked=False)),
+        f"mixed, {chunk}-chunks": unsplit(chunk, chunked=True),
+        "mixed, unchunked": unsplit(_WHOLE_PROMPT_TOKENS, chunked=False),
     }
 
 
-def admitting(mirror: MirrorState, events: Events) -> Policy:
-    """Return the router's placement with its admission."""
-    return Ours(mirror, events.clock, slo=SLO)
+def admitting(gap_s: float = TARGETS[SLO].between_tokens_s) -> Callable[[MirrorState, Events], Policy]:
+    """Return a maker of the router's placement with its admission, for a class that is promised such gaps."""
+    targets = {SLO: replace(TARGETS[SLO], between_tokens_s=gap_s)}
+    return lambda mirror, events: Ours(mirror, events.clock, slo=SLO, targets=targets)
 
 
-def run_mixed(plan: FleetPlan, trace: Trace, *, chunked: bool) -> Outcome:
-    tokens = _CHUNK_TOKENS if chunked else _WHOLE_PROMPT_TOKENS
-    return MixedSim(replace(plan, chunk_tokens=tokens), trace, admitting, chunked=chunked).run()
+def mixed_chunk(trace: Trace, gap_s: float) -> int:
+    """Return the largest chunk of a mixed step that leaves room for decode at the trace's mean prompt."""
+    context = int(statistics.mean(one.prompt_tokens for one in trace.arrivals))
+    chunk = _MOST_CHUNK
+    while chunk > _LEAST_CHUNK and _chunk_s(chunk, context) > _MIXED_SHARE * gap_s:
+        chunk //= 2
+    return chunk
+
+
+def _chunk_s(chunk: int, context: int) -> float:
+    return compute_s(DEVICE, tokens=chunk, cached=context, ring_size=1, break_even_tokens=1)
 
 
 def at_rate(trace: Trace, devices: int, multiple: float) -> Trace:
@@ -134,21 +153,17 @@ def is_in_time(job: Job) -> bool:
 
 
 def measure(trace: Trace, devices: int, simulate: Callable[[Trace], Outcome]) -> dict[str, Any]:
-    """Find the capacity by halving, and look at what is left of its goodput under overload."""
-    low, high = _LEAST_RATE, _MOST_RATE
-    capacity = _point(trace, devices, low, simulate)
-    for _ in range(_HALVINGS):
-        middle = math.sqrt(low * high)
-        point = _point(trace, devices, middle, simulate)
-        if point["in_time"] >= IN_TIME:
-            low, capacity = middle, point
-        else:
-            high = middle
-    overload = _point(trace, devices, OVERLOAD * capacity["rate"], simulate)
+    """Find the peak of goodput, and look at what is left of it at three times the load that it serves."""
+    points = [_point(trace, devices, rate, simulate) for rate in _RATES]
+    peak = max(points, key=lambda one: one["goodput"])
+    per_rate = points[0]["offered"] / points[0]["rate"]
+    overload = _point(trace, devices, OVERLOAD * peak["goodput"] / per_rate, simulate)
+    peak = max(peak, overload, key=lambda one: one["goodput"])
     return {
-        "capacity": capacity,
+        "peak": peak,
         "overload": overload,
-        "overload_over_capacity": round(overload["goodput"] / max(capacity["goodput"], 1e-9), 3),
+        "overload_over_peak": round(overload["goodput"] / max(peak["goodput"], 1e-9), 3),
+        "points": points,
     }
 
 
@@ -159,6 +174,7 @@ def _point(trace: Trace, devices: int, rate: float, simulate: Callable[[Trace], 
     served = sum(job.finished_s is not None for job in jobs)
     return {
         "rate": round(rate, 3),
+        "offered": round(len(jobs) / max(timed.arrivals[-1].at_s, 1e-9) / devices, 3),
         "goodput": round(in_time / max(timed.arrivals[-1].at_s, 1e-9) / devices, 3),
         "in_time": round(in_time / len(jobs), 4),
         "refused": round(1 - served / len(jobs), 4),

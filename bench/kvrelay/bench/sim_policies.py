@@ -11,7 +11,7 @@ from kvrelay.bench.sim_nodes import Job
 from kvrelay.core.clock import Clock
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.index.mirror_state import MirrorState
-from kvrelay.router.admission import Prospect, Refusal, Slo, Terms, judge
+from kvrelay.router.admission import TARGETS, Prospect, Refusal, Slo, Targets, Terms, judge
 from kvrelay.router.books import Books, Entry
 from kvrelay.router.fleet import NodeView
 from kvrelay.router.placement import Pair, Question
@@ -30,9 +30,16 @@ class Ours:
     """The router's placement, books and index mirror."""
 
     def __init__(
-        self, mirror: MirrorState, clock: Clock, *, long_prompt_tokens: int = 1024, slo: Slo | None = None
+        self,
+        mirror: MirrorState,
+        clock: Clock,
+        *,
+        long_prompt_tokens: int = 1024,
+        slo: Slo | None = None,
+        targets: Mapping[Slo, Targets] = TARGETS,
     ) -> None:
         """`slo`: refuse what would not keep the targets of this class; None lets everything in."""
+        self._targets = targets
         self._mirror = mirror
         self._books = Books(clock)
         self._long_prompt_tokens = long_prompt_tokens
@@ -51,8 +58,9 @@ class Ours:
 
     def place(self, job: Job, nodes: Sequence[NodeView]) -> Pair:
         cached = {holder.node: count * job.block_tokens for holder, count in self._mirror.found(job.blocks)}
-        for node, count in self._books.tentative_blocks(job.blocks).items():
-            cached[node] = max(count * job.block_tokens, cached.get(node, 0))
+        for node, count in self._books.tentative_blocks(job.blocks):
+            if (tokens := count * job.block_tokens) > cached.get(node, 0):
+                cached[node] = tokens
         loads = self._books.loads()
         question = Question(
             prompt_tokens=job.prompt_tokens,
@@ -78,7 +86,7 @@ class Ours:
 
     def _refusal(self, pair: Pair, slo: Slo) -> Refusal | None:
         prospect = Prospect(wait_s=pair.backlog_s(), compute_s=pair.work_s, step_s=pair.step_s(), is_proven=True)
-        return judge(prospect, Terms(slo, float("inf")), waiting=0, max_waiting=1 << 30)
+        return judge(prospect, Terms(slo, float("inf")), waiting=0, max_waiting=1 << 30, targets=self._targets)
 
     def enter(self, job: Job, pair: Pair) -> None:
         assert pair.decode is not None

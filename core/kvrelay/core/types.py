@@ -23,6 +23,9 @@ class Incarnation:
     def new(cls, name: str) -> Incarnation:
         return cls(name, secrets.randbits(63))
 
+    def __hash__(self) -> int:  # a large fleet's nodes are looked up by the thousand, and a string knows its hash
+        return hash(self.name) ^ self.start_id
+
     def __str__(self) -> str:
         return f"{self.name}@{self.start_id:016x}"
 

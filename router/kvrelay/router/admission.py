@@ -62,19 +62,26 @@ class Refusal:
     retry_after_s: float
 
 
-def judge(prospect: Prospect, terms: Terms, *, waiting: int, max_waiting: int) -> Refusal | None:
+def judge(
+    prospect: Prospect,
+    terms: Terms,
+    *,
+    waiting: int,
+    max_waiting: int,
+    targets: Mapping[Slo, Targets] = TARGETS,
+) -> Refusal | None:
     """Return why a request is refused, or None.
 
     Args:
         waiting: requests whose prompt is not computed yet.
     """
     slo, left_s = terms.slo, terms.left_s
-    targets = TARGETS[slo]
+    promised = targets[slo]
     if waiting >= max_waiting:
         return Refusal(f"{waiting} requests wait, at most {max_waiting} may", max(1.0, prospect.wait_s / 2))
     if not prospect.is_proven:
         return None  # a node that nobody has seen work may be faster than it says
-    longest_s = ROOM_FOR_OTHERS * targets.wait_s
+    longest_s = ROOM_FOR_OTHERS * promised.wait_s
     if prospect.wait_s > longest_s:
         reason = (
             f"{prospect.wait_s:.3g} s of work are ahead, {slo.value} requests are let in behind at most {longest_s:g} s"
@@ -85,10 +92,10 @@ def judge(prospect: Prospect, terms: Terms, *, waiting: int, max_waiting: int) -
         return Refusal(
             f"the first token would take {needs_s:.3g} s, the deadline leaves {left_s:.3g} s", needs_s - left_s
         )
-    if prospect.step_s > targets.between_tokens_s:
+    if prospect.step_s > promised.between_tokens_s:
         reason = (
             f"a token would take {prospect.step_s * 1e3:.3g} ms, {slo.value} requests are promised "
-            f"{targets.between_tokens_s * 1e3:g} ms"
+            f"{promised.between_tokens_s * 1e3:g} ms"
         )
         return Refusal(reason, 1.0)
     return None

@@ -112,9 +112,10 @@ class Books:
         self._columns.at(self._clock())
         return self._columns
 
-    def tentative_blocks(self, hashes: Sequence[bytes]) -> dict[Incarnation, int]:
+    def tentative_blocks(self, hashes: Sequence[bytes]) -> list[tuple[Incarnation, int]]:
         """Return how many leading blocks of a prompt each node has or will have by the requests placed on it."""
-        return {self._columns.node(slot): count for slot, count in self._blocks.longest(hashes).items()}
+        node = self._columns.node
+        return [(node(slot), count) for slot, count in self._blocks.longest(hashes).items()]
 
     def computed(self, entry: Entry) -> None:
         """For `Entry.computed`."""

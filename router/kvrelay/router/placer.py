@@ -252,8 +252,9 @@ class IndexPlacer:
             block_tokens = self._present().block_tokens.get(layout, {})
             confidence = max(confidence, _judged(match, block_tokens.keys()), key=_SURENESS.index)
             blocks = {one.node: one.num_blocks for one in match.holdings if one.num_blocks}
-            for holder, count in self._books.tentative_blocks(of_prompt).items():
-                blocks[holder] = max(count, blocks.get(holder, 0))
+            for holder, count in self._books.tentative_blocks(of_prompt):
+                if count > blocks.get(holder, 0):
+                    blocks[holder] = count
             cached |= {one: count * block_tokens[one] for one, count in blocks.items() if one in block_tokens}
         return cached, confidence
 

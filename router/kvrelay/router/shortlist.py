@@ -85,11 +85,11 @@ class Roster:
         return replace(pair, refused={**self._reasons(refused, question), **pair.refused})
 
     def _cached(self, question: Question) -> Ints:
-        cached = np.zeros(len(self.nodes), np.int64)
-        for node, tokens in question.cached_tokens.items():
-            if (row := self.row.get(node)) is not None:
-                cached[row] = tokens
-        return cached
+        cached = np.zeros(len(self.nodes) + 1, np.int64)  # the last one is of nodes that are not here
+        gone = len(self.nodes)
+        rows = [gone if row is None else row for row in map(self.row.get, question.cached_tokens)]
+        cached[rows] = list(question.cached_tokens.values())
+        return cached[:gone]
 
     def _reasons(self, rows: Iterable[int], question: Question) -> dict[str, str]:
         nodes = [self.nodes[row] for row in rows]
