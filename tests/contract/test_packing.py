@@ -19,7 +19,7 @@ from kvrelay.kv_transfer.fence_cells import HostCells
 from kvrelay.kv_transfer.outcome import Failed, Settled
 from kvrelay.kv_transfer.outgoing import Outgoing, Posting
 from kvrelay.kv_transfer.packing import Packer, Slots
-from kvrelay.kv_transfer.plan import Copy
+from kvrelay.kv_transfer.plan import Copies, Copy, CopyTable
 from kvrelay.kv_transfer.transport import Transport, agent_name
 from kvrelay.kv_transfer.values import ChecksumKind
 from memory import region_of
@@ -39,14 +39,14 @@ class Staged(Memory):
         whole = Memory(PAGES + -(-staging_bytes // LAYOUT.page_bytes_all_layers))
         self.mapping, self.view = whole.mapping, whole.view
 
-    def gather(self, copies: Sequence[Copy], offset_bytes: int) -> Callable[[], bool]:
+    def gather(self, copies: CopyTable, offset_bytes: int) -> Callable[[], bool]:
         asked = 0
 
         def ready() -> bool:  # not at once, as on a device
             nonlocal asked, offset_bytes
             asked += 1
             if asked == 3:
-                for copy in copies:
+                for copy in Copies(copies):
                     source = self.view[copy.src_offset_bytes : copy.src_offset_bytes + copy.num_bytes]
                     self.view[offset_bytes : offset_bytes + copy.num_bytes] = source
                     offset_bytes += copy.num_bytes
@@ -184,7 +184,7 @@ def test_only_what_becomes_much_fewer_pieces_is_packed() -> None:
     assert not packer.gains([replace(copy, num_bytes=300) for copy in into_a_run]), "more than all the staging"
     packed = packer.start(into_a_run)
     assert packed is not None
-    assert packed.copies == (Copy(10_000, 0, 400),)
+    assert list(packed.copies) == [Copy(10_000, 0, 400)]
 
 
 def test_a_slot_is_free_again_when_it_was_given_back_and_no_two_overlap() -> None:

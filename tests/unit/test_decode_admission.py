@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvrelay.core.errors import CapacityError, InvalidRequestError
+from kvrelay.decode_node import admission
 from kvrelay.decode_node.admission import Grant, PageBook
-from kvrelay.kvcache.allocator import PageAccount
+from kvrelay.kvcache.allocator import PageAccount, runs_of
 
 
 def a_book(num_pages: int) -> PageBook:
@@ -68,6 +71,32 @@ def test_cached_blocks_make_room_when_it_is_needed_but_not_those_just_matched() 
     assert (grant.resident_tokens, grant.evicted) == (128, (b"b",))
     with pytest.raises(CapacityError):
         book.reserve(prompt_tokens=300, max_tokens=1, hashes=[])
+
+
+def pages_per_piece(num_pages: int) -> float:
+    """Return the mean length of the runs that a full, busy node hands out: sessions come, are cached, and go."""
+    book, rng = a_book(num_pages), random.Random(1)
+    live: list[Grant] = []
+    pages = pieces = 0
+    for number in range(600):
+        prompt_tokens = 64 * rng.randint(4, 160)
+        names = [f"{number}/{block}".encode() for block in range(prompt_tokens // 128)]
+        while len(live) > 8:
+            book.release(live.pop(rng.randrange(len(live))).pages)
+        grant = book.reserve(prompt_tokens=prompt_tokens, max_tokens=rng.randint(1, 2000), hashes=names)
+        book.cache_blocks(names, grant.pages)
+        live.append(grant)
+        if number > 200:
+            pages, pieces = pages + len(grant.pages), pieces + len(runs_of(grant.pages))
+    book.check()
+    return pages / pieces
+
+
+def test_room_is_made_in_long_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = pages_per_piece(4096)
+
+    monkeypatch.setattr(admission, "_SPARE_SHARE", 1 << 30)  # no more than is needed at once
+    assert found > 1.5 * pages_per_piece(4096)
 
 
 def test_quarantined_pages_are_counted_apart() -> None:

@@ -39,7 +39,7 @@ from kvrelay.kv_transfer.fence_cells import HostCells, TensorCells
 from kvrelay.kv_transfer.nixl import NixlTransport
 from kvrelay.kv_transfer.outgoing import Outgoing, Posting
 from kvrelay.kv_transfer.packing import Gather, Packer
-from kvrelay.kv_transfer.plan import Copy
+from kvrelay.kv_transfer.plan import Copies, Copy, CopyTable, table_of
 from kvrelay.kv_transfer.transport import Cells, Done, Failed, Region
 from kvrelay.kvcache.pool import LatentPool
 
@@ -143,7 +143,7 @@ def _ways(
     each = [Copy(a * page_bytes, b * page_bytes, page_bytes) for a, b in zip(from_pages, to_pages, strict=True)]
     gather = gather_on_device(side.pool) if side.pool.device.type == "cuda" else _host_gather(side.pool)
     packer = Packer(gather, offset_bytes=side.pool.num_bytes, num_bytes=_STAGING_BYTES)
-    in_a_run = [Copy(a * page_bytes, (pages + b) * page_bytes, page_bytes) for b, a in enumerate(from_pages)]
+    in_a_run = table_of([Copy(a * page_bytes, (pages + b) * page_bytes, page_bytes) for b, a in enumerate(from_pages)])
     part_pages = max(1, _PART_BYTES // page_bytes)
 
     def copy() -> None:
@@ -199,7 +199,7 @@ def _write(side: Side, peer: str, copies: Sequence[Copy]) -> None:
             raise TransferError(f"a write of {len(copies)} pieces: {progress}")
 
 
-def _relay(side: Side, peer: str, copies: Sequence[Copy], packer: Packer, *, part_pages: int, tag: bytes = b"") -> None:
+def _relay(side: Side, peer: str, copies: CopyTable, packer: Packer, *, part_pages: int, tag: bytes = b"") -> None:
     """Write in parts of so many pages as a writer does, each announced by `tag` and its number; wait for all.
 
     Raises:
@@ -207,7 +207,7 @@ def _relay(side: Side, peer: str, copies: Sequence[Copy], packer: Packer, *, par
     """
     outgoing = Outgoing(peer, 0, 0, lambda _: None, packer=packer)
     for number, start in enumerate(range(0, len(copies), part_pages)):
-        outgoing.add(Posting(tuple(copies[start : start + part_pages]), tag + number.to_bytes(4, "little")))
+        outgoing.add(Posting(Copies(copies[start : start + part_pages]), tag + number.to_bytes(4, "little")))
     counters, until_s = Counters(), time.monotonic() + _TIMEOUT_S
     while outgoing.busy:
         outgoing.step(side.transport, counters)
@@ -218,8 +218,8 @@ def _relay(side: Side, peer: str, copies: Sequence[Copy], packer: Packer, *, par
 def _host_gather(pool: LatentPool) -> Gather:
     words = pool.words()
 
-    def gather(copies: Sequence[Copy], offset_bytes: int) -> Callable[[], bool]:
-        for copy in copies:
+    def gather(copies: CopyTable, offset_bytes: int) -> Callable[[], bool]:
+        for copy in Copies(copies):
             first, number = copy.src_offset_bytes // WORD_BYTES, copy.num_bytes // WORD_BYTES
             words[offset_bytes // WORD_BYTES :][:number] = words[first : first + number]
             offset_bytes += copy.num_bytes

@@ -7,6 +7,7 @@ Shapes in this file: T query tokens, S keys, N heads, K = nope + R query/key wid
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 HALVES = (torch.bfloat16, torch.float16)
 MLA_WIDTHS = (192, 128)
 Attended = tuple[Tensor, Tensor]
+# FlashAttention-4 is compiled when a kind of call comes for the first time, and its compiler fails when two threads of
+# a process use it at once (seen with CuTe DSL 4.8.1). Calls only launch, so one at a time costs nothing.
+_FLASH4 = threading.Lock()
 
 
 def flash4_refuses(problem: Problem) -> str | None:
@@ -59,9 +63,10 @@ def load_flash4() -> Callable[..., Attended]:
     from flash_attn.cute import flash_attn_func  # noqa: PLC0415 - optional
 
     def attend(q_TNK: Tensor, k_SNK: Tensor, v_SNV: Tensor, *, scale: float, causal: bool) -> Attended:
-        out_1TNV, lse_1NT = flash_attn_func(
-            q_TNK[None], k_SNK[None], v_SNV[None], softmax_scale=scale, causal=causal, return_lse=True
-        )
+        with _FLASH4:
+            out_1TNV, lse_1NT = flash_attn_func(
+                q_TNK[None], k_SNK[None], v_SNV[None], softmax_scale=scale, causal=causal, return_lse=True
+            )
         return out_1TNV[0], lse_1NT[0].transpose(0, 1)
 
     return attend
@@ -71,16 +76,17 @@ def load_flash4_ragged() -> Callable[..., Attended]:
     from flash_attn.cute import flash_attn_varlen_func  # noqa: PLC0415 - optional
 
     def attend(q_TNK: Tensor, k_SNK: Tensor, v_SNV: Tensor, ragged: Ragged, *, scale: float, causal: bool) -> Attended:
-        out_TNV, lse_NT = flash_attn_varlen_func(
-            q_TNK, k_SNK, v_SNV,
-            cu_seqlens_q=ragged.query_starts,
-            cu_seqlens_k=ragged.key_starts,
-            max_seqlen_q=max(ragged.queries),
-            max_seqlen_k=max(ragged.keys),
-            softmax_scale=scale,
-            causal=causal,
-            return_lse=True,
-        )  # fmt: skip
+        with _FLASH4:
+            out_TNV, lse_NT = flash_attn_varlen_func(
+                q_TNK, k_SNK, v_SNV,
+                cu_seqlens_q=ragged.query_starts,
+                cu_seqlens_k=ragged.key_starts,
+                max_seqlen_q=max(ragged.queries),
+                max_seqlen_k=max(ragged.keys),
+                softmax_scale=scale,
+                causal=causal,
+                return_lse=True,
+            )  # fmt: skip
         return out_TNV, lse_NT.transpose(0, 1)
 
     return attend

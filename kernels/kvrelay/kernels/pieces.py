@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 WORD_BYTES = 8
 PIECE_WORDS = 16_384  # longest piece of a table; longer ranges are cut, so that one run keeps a whole device busy
+
+Ranges = npt.NDArray[np.int64]  # [R, 2]: offset_bytes, num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +28,12 @@ class Pieces:
     is_even: bool  # every number is even, so that 16 bytes may be moved at once
 
     @classmethod
-    def of(cls, ranges: Sequence[tuple[int, int]], device: torch.device) -> Pieces:
+    def of(cls, ranges: Sequence[tuple[int, int]] | Ranges, device: torch.device) -> Pieces:
         """Return the table of ranges (offset_bytes, num_bytes), whole words each, in the order of the part.
 
         The copy to a device does not wait for the device.
         """
-        bytes_R2 = np.array(ranges, dtype=np.int64).reshape(-1, 2)
+        bytes_R2 = np.asarray(ranges, dtype=np.int64).reshape(-1, 2)
         assert not (bytes_R2 % WORD_BYTES).any(), "a range is a whole number of words"
         offsets, sizes = bytes_R2.T // WORD_BYTES
         starts = np.cumsum(sizes) - sizes

@@ -11,10 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrelay.kernels import checksum
-from kvrelay.kernels.pieces import PIECE_WORDS, Pieces
+from kvrelay.kernels.pieces import Pieces
 
 BLOCK_WORDS = 2048
 BLOCKS_PER_PROGRAM = 8
+PIECE_BLOCK_WORDS = 1024  # a page of 9,216 words is whole blocks
 # As the device's int64 holds them.
 _GOLDEN = tl.constexpr(checksum.to_signed(checksum.GOLDEN))
 _STEP = tl.constexpr(checksum.to_signed(checksum.to_unsigned(BLOCK_WORDS * checksum.GOLDEN)))
@@ -36,9 +37,7 @@ def piece_sum(words: Tensor, pieces: Pieces) -> Tensor:
     """Return the sum of pieces of `words`, in their order, as `word_sum` of their copy would."""
     total = torch.zeros(1, dtype=torch.int64, device=words.device)
     if pieces.num_pieces:
-        _piece_sum[(pieces.num_pieces,)](
-            words, pieces.table_G3, total, BLOCK=BLOCK_WORDS, BLOCKS=PIECE_WORDS // BLOCK_WORDS
-        )
+        _piece_sum[(pieces.num_pieces,)](words, pieces.table_G3, total, BLOCK=PIECE_BLOCK_WORDS)
     return total
 
 
@@ -66,14 +65,14 @@ def _word_sum(words_ptr, total_ptr, count, first_word, BLOCK: tl.constexpr, BLOC
 
 
 @triton.jit
-def _piece_sum(words_ptr, pieces_ptr, total_ptr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def _piece_sum(words_ptr, pieces_ptr, total_ptr, BLOCK: tl.constexpr):
     piece = tl.program_id(0).to(tl.int64) * 3
     first, start, count = tl.load(pieces_ptr + piece), tl.load(pieces_ptr + piece + 1), tl.load(pieces_ptr + piece + 2)
     sum_I = tl.zeros([BLOCK], tl.int64)
-    key_I = (start + 1) * _GOLDEN + tl.arange(0, BLOCK).to(tl.int64) * _GOLDEN
-    for block in tl.static_range(BLOCKS):
-        index_I = block * BLOCK + tl.arange(0, BLOCK)
-        word_I = tl.load(words_ptr + first + index_I, index_I < count, other=0)
-        sum_I += tl.where(index_I < count, _mix(word_I, key_I), 0)
-        key_I += _STEP
+    lane_I = tl.arange(0, BLOCK)
+    lane_key_I = lane_I.to(tl.int64) * _GOLDEN
+    for block in range(0, count, BLOCK):
+        inside_I = block + lane_I < count
+        word_I = tl.load(words_ptr + first + block + lane_I, inside_I, other=0)
+        sum_I += tl.where(inside_I, _mix(word_I, (start + block + 1) * _GOLDEN + lane_key_I), 0)
     tl.atomic_add(total_ptr, tl.sum(sum_I, 0), sem="relaxed")

@@ -16,7 +16,7 @@ from kvrelay.kernels.checksum import to_unsigned
 from kvrelay.kernels.pieces import WORD_BYTES, Pieces
 from kvrelay.kv_transfer.local import Checksum, StartChecksum
 from kvrelay.kv_transfer.packing import Gather
-from kvrelay.kv_transfer.plan import Copy
+from kvrelay.kv_transfer.plan import CopyTable
 from kvrelay.kvcache.pool import LatentPool
 
 _MOST_TABLES = 64
@@ -58,10 +58,10 @@ def gather_on_device(pool: LatentPool) -> Gather:
     words = pool.words()
     stream = torch.cuda.Stream(pool.device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def gather(copies: Sequence[Copy], offset_bytes: int) -> Callable[[], bool]:
+    def gather(copies: CopyTable, offset_bytes: int) -> Callable[[], bool]:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            pieces = Pieces.of([(copy.src_offset_bytes, copy.num_bytes) for copy in copies], pool.device)
+            pieces = Pieces.of(copies[:, (0, 2)], pool.device)
             pack_pieces(words, pieces, words[offset_bytes // WORD_BYTES :])
             done.record()
         return done.query

@@ -23,7 +23,7 @@ import numpy as np
 
 from kvrelay.core.errors import TransferError
 from kvrelay.core.types import Counters
-from kvrelay.kv_transfer.plan import Copy
+from kvrelay.kv_transfer.plan import Copy, table_of
 from kvrelay.kv_transfer.transport import (
     CELL_BYTES,
     PENDING,
@@ -155,7 +155,7 @@ class NixlTransport:
 
     def post(self, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
         there = self._peer(peer).pool
-        table = np.array([(c.src_offset_bytes, c.dst_offset_bytes, c.num_bytes) for c in copies], dtype=np.uint64)
+        table = table_of(copies).astype(np.uint64)
         local = _descriptors(self._pool, table[:, 0], table[:, 2])
         remote = _descriptors(there, table[:, 1], table[:, 2])
         return self._start(peer, (_kind(self._pool), local), (_kind(there), remote), notice, None)

@@ -6,7 +6,7 @@ Lives on the transfer thread; what it finds out it reports as events of the writ
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.core.clock import Clock, monotonic
@@ -30,7 +30,7 @@ _MOST_IN_FLIGHT = 32
 class Posting:
     """One part, ready to be written. Its source bytes stay as they are until the writes have drained."""
 
-    copies: tuple[Copy, ...]
+    copies: Sequence[Copy]
     notice: bytes
 
 

@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrelay.kv_transfer.plan import Copy
+import numpy as np
+
+from kvrelay.kv_transfer.plan import Copies, Copy, CopyTable, table_of
 
 # Starts copying the sources of copies, in order, to an offset of the same memory; the returned call says if it is done.
-Gather = Callable[[Sequence[Copy], int], Callable[[], bool]]
+Gather = Callable[[CopyTable, int], Callable[[], bool]]
 _FEWEST_COPIES = 4  # fewer are posted as fast as one is gathered
 _ALIGN_BYTES = 256
 
@@ -25,7 +27,7 @@ class Packed(Protocol):
     """A part whose rows are being gathered."""
 
     @property
-    def copies(self) -> tuple[Copy, ...]:
+    def copies(self) -> Copies:
         """Where they go from staging."""
         ...
 
@@ -52,21 +54,23 @@ class Packer:
 
     def gains(self, copies: Sequence[Copy]) -> bool:
         """Return whether gathered rows would leave in at most half as many pieces."""
-        if len(copies) < _FEWEST_COPIES or sum(copy.num_bytes for copy in copies) > self._slots.num_bytes:
+        if len(copies) < _FEWEST_COPIES:
             return False
-        return 2 * len(_gathered(copies, 0)) <= len(copies)
+        table = table_of(copies)
+        return int(table[:, 2].sum()) <= self._slots.num_bytes and 2 * int(_begins(table).sum()) <= len(table)
 
     def start(self, copies: Sequence[Copy]) -> Packed | None:
         """Begin to gather the rows; None when there is no room until others' writes have ended."""
-        offset = self._slots.take(sum(copy.num_bytes for copy in copies))
+        table = table_of(copies)
+        offset = self._slots.take(int(table[:, 2].sum()))
         if offset is None:
             return None
-        return _Packed(_gathered(copies, offset), self._gather(copies, offset), lambda: self._slots.give_back(offset))
+        return _Packed(_gathered(table, offset), self._gather(table, offset), lambda: self._slots.give_back(offset))
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    copies: tuple[Copy, ...]
+    copies: Copies
     is_ready: Callable[[], bool]
     give_back: Callable[[], None]
 
@@ -100,14 +104,16 @@ class Slots:
         del self._taken[index]
 
 
-def _gathered(copies: Sequence[Copy], offset_bytes: int) -> tuple[Copy, ...]:
+def _begins(table: CopyTable) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return which copies' targets do not continue those before."""
+    begins = np.ones(len(table), dtype=np.bool_)
+    begins[1:] = table[:-1, 1] + table[:-1, 2] != table[1:, 1]
+    return begins
+
+
+def _gathered(table: CopyTable, offset_bytes: int) -> Copies:
     """Return the copies of the same rows once they lie at an offset one behind the other; neighbours are merged."""
-    merged: list[Copy] = []
-    for copy in copies:
-        last = merged[-1] if merged else None
-        if last is not None and last.dst_offset_bytes + last.num_bytes == copy.dst_offset_bytes:
-            merged[-1] = Copy(last.src_offset_bytes, last.dst_offset_bytes, last.num_bytes + copy.num_bytes)
-        else:
-            merged.append(Copy(offset_bytes, copy.dst_offset_bytes, copy.num_bytes))
-        offset_bytes += copy.num_bytes
-    return tuple(merged)
+    [firsts] = np.nonzero(_begins(table))
+    sizes = table[:, 2]
+    sources = offset_bytes + np.cumsum(sizes) - sizes
+    return Copies(np.stack((sources[firsts], table[firsts, 1], np.add.reduceat(sizes, firsts)), axis=1))

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
 
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.shard import Span
@@ -24,7 +28,44 @@ class Copy:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+CopyTable = npt.NDArray[np.int64]  # one row per copy: source offset, target offset, bytes
+
+
+class Copies(Sequence[Copy]):
+    """Copies as one table: a part may be a thousand pages, and a Python object for each would cost more than to
+    move them."""
+
+    def __init__(self, table: CopyTable) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @overload
+    def __getitem__(self, index: int) -> Copy: ...
+    @overload
+    def __getitem__(self, index: slice) -> Copies: ...
+    def __getitem__(self, index: int | slice) -> Copy | Copies:
+        if isinstance(index, slice):
+            return Copies(self.table[index])
+        src, dst, num_bytes = self.table[index].tolist()
+        return Copy(src, dst, num_bytes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]  # holds an array
+
+
+def table_of(copies: Sequence[Copy]) -> CopyTable:
+    """Return copies as a table [N, 3]."""
+    if isinstance(copies, Copies):
+        return copies.table
+    rows = [(copy.src_offset_bytes, copy.dst_offset_bytes, copy.num_bytes) for copy in copies]
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Route:
     """Where the rows of one token range lie in both pools, for every layer.
 
@@ -32,7 +73,7 @@ class Route:
     """
 
     src_ranges: tuple[tuple[int, int], ...]  # (offset_bytes, num_bytes) in layer 0
-    first_copies: tuple[Copy, ...]  # those of layer 0
+    first_copies: CopyTable  # those of layer 0
     src_slab_bytes: int
     dst_slab_bytes: int
 
@@ -70,20 +111,18 @@ class Route:
             else:
                 copies.append(Copy(src, dst, num_bytes))
         ranges = part_ranges(layout=layout, layer=0, tokens=tokens, pages=src_pages, pool_pages=src_pool_pages)
-        return cls(ranges, tuple(copies), src_pool_pages * layout.page_bytes, dst_pool_pages * layout.page_bytes)
+        table = table_of(copies)
+        return cls(ranges, table, src_pool_pages * layout.page_bytes, dst_pool_pages * layout.page_bytes)
 
     def ranges(self, layer: int) -> tuple[tuple[int, int], ...]:
         """Return `part_ranges` of the source pool in this layer."""
         step = layer * self.src_slab_bytes
         return tuple((offset + step, num_bytes) for offset, num_bytes in self.src_ranges)
 
-    def copies(self, layer: int) -> tuple[Copy, ...]:
+    def copies(self, layer: int) -> Copies:
         """Return the copies of the part of this layer."""
-        src_step, dst_step = layer * self.src_slab_bytes, layer * self.dst_slab_bytes
-        return tuple(
-            Copy(one.src_offset_bytes + src_step, one.dst_offset_bytes + dst_step, one.num_bytes)
-            for one in self.first_copies
-        )
+        step = np.array((layer * self.src_slab_bytes, layer * self.dst_slab_bytes, 0), dtype=np.int64)
+        return Copies(self.first_copies + step)
 
 
 class Routes:

@@ -20,7 +20,7 @@ from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.fence_cells import HostCells, TensorCells
 from kvrelay.kv_transfer.local import DeviceSums, LocalPool
 from kvrelay.kv_transfer.packing import Packer
-from kvrelay.kv_transfer.plan import Copy
+from kvrelay.kv_transfer.plan import Copy, table_of
 from kvrelay.kv_transfer.self_relay import prove_relay
 from kvrelay.kv_transfer.transport import Cells, Region, Transport, agent_name
 from kvrelay.kv_transfer.ucx_log import is_expected
@@ -69,7 +69,7 @@ def packer(pool: LatentPool) -> Packer | None:
     if pool.staging_bytes == 0 or pool.layout.row_bytes % WORD_BYTES or triton_refuses(pool.device.type) is not None:
         return None
     gather = device_pool.gather_on_device(pool)
-    gather([Copy(0, 0, pool.layout.page_bytes)], pool.num_bytes)  # builds the kernel
+    gather(table_of([Copy(0, 0, pool.layout.page_bytes)]), pool.num_bytes)  # builds the kernel
     torch.cuda.synchronize(pool.device)
     return Packer(gather, offset_bytes=pool.num_bytes, num_bytes=pool.staging_bytes)
 
