@@ -31,11 +31,11 @@ test-full: install
 # The compose file's cpu profile in real containers; needs root, docker-compose and a Docker engine. Without a registry
 # of images set KVRELAY_BASE_IMAGE and KVRELAY_REDIS_IMAGE to local ones (tests/compose/base_image.sh makes one for both).
 compose-test: install
-	$(PYTEST) -v -m compose tests/compose
+	$(PYTEST) -vv -m compose tests/compose --durations=0
 
 # One answer out of containers, for CI.
 compose-smoke: install
-	$(PYTEST) -v -m compose tests/compose -k "answered"
+	$(PYTEST) -vv -m compose tests/compose -k "answered"
 
 # Random traffic under random faults, every answer compared: MINUTES=5 by default; SEED=N plays a schedule again,
 # OUT=FILE keeps the result with machine, versions and date.

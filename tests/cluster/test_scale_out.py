@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +22,9 @@ from operations.processes import Processes, processes
 from oracle_data import oracle_folder
 
 NODE = ("--fleet", "test-scale-out", "--pool-pages", "512", "--max-model-len", "1024", "--dtype", "float32")
-# 4 sequences each 60 ms: 67 tokens per second and node, far less than what the cores of this machine can compute.
-SLOW = ("--max-batch", "4", "--step-floor-ms", "60")
-NUM_CLIENTS, MAX_TOKENS = 24, 32
+# 4 sequences each 120 ms: 33 tokens per second and node, far less than what the cores of this machine can compute.
+SLOW = ("--max-batch", "4", "--step-floor-ms", "120")
+NUM_CLIENTS, MAX_TOKENS = 18, 24
 WINDOW_S, SPREAD_S = 20.0, 60.0
 AT_LEAST = 2.2
 
@@ -49,9 +50,12 @@ def tokens_per_s(deployment: Processes) -> float:
 
 def wait_for_steady_load(deployment: Processes, load: Load, num_nodes: int) -> None:
     """Wait until so many nodes share the load, and all that began before is over."""
-    before = load.decode_nodes
-    wait_until(lambda: len(load.decode_nodes - before) == num_nodes, SPREAD_S, lambda: str(load.decode_nodes))
     load.wait_for(len(load.answers) + 2 * NUM_CLIENTS, SPREAD_S)
+
+    def latest() -> Counter[str]:
+        return Counter(answer.finished.nodes.decode_node for answer in load.answers[-2 * NUM_CLIENTS :])
+
+    wait_until(lambda: len(latest()) == num_nodes, SPREAD_S, lambda: str(latest()))
 
 
 @pytest.mark.full

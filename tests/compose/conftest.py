@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from compose.containers import compose, containers, engine_runs
+from compose.containers import FILE, PATIENT, compose, containers, engine_runs
 from operations.deployment import MODEL, Deployment
 from oracle_data import oracle_folder
 
@@ -38,5 +38,5 @@ def images() -> None:
 
 @pytest.fixture(scope="module")
 def deployment(images: None) -> Iterator[Deployment]:
-    with containers(environment()) as started:
+    with containers(environment(), files=(FILE, PATIENT)) as started:
         yield started

@@ -15,6 +15,7 @@ from operations.deployment import Dial
 from repo import ROOT
 
 FILE = ROOT / "compose" / "docker-compose.yml"
+PATIENT = ROOT / "tests" / "compose" / "patient.yml"
 PORTS = {"router": 8400, "prefill": 8401, "decode": 8402}
 COMMAND_S = 1800.0  # an image with torch takes that long on a busy machine
 READY_S = 180.0

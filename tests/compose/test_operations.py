@@ -23,4 +23,4 @@ __all__ = [
     "test_decode_is_scaled_out_and_in_under_load",
     "test_two_nodes_that_cannot_reach_each_other",
 ]
-pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(900)]

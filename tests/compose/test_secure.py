@@ -12,7 +12,7 @@ import pytest
 
 from cluster.cluster import Client, status_of
 from compose.conftest import environment
-from compose.containers import FILE, Containers, containers
+from compose.containers import FILE, PATIENT, Containers, containers
 from kvrelay.cli import certs, client
 from kvrelay.cli.identity import Identity
 from kvrelay.proto.tls import Tls
@@ -20,7 +20,7 @@ from operations.deployment import MODEL
 from oracle_data import recording
 from repo import ROOT
 
-pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(900)]
 TOLD = recording(MODEL, 333)
 
 
@@ -45,7 +45,7 @@ def secure(images: None, folder: Path) -> Iterator[Containers]:
     def dial(endpoint: str, *, watch_health: bool = False) -> grpc.Channel:
         return client.connect(endpoint, identity, watch_health=watch_health)
 
-    files = (FILE, ROOT / "compose" / "secure.yml")
+    files = (FILE, ROOT / "compose" / "secure.yml", PATIENT)
     with containers({**environment(), "KVRELAY_CERTS": str(folder)}, files=files, dial=dial) as started:
         yield started
 

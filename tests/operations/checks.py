@@ -47,8 +47,9 @@ def test_a_prefix_is_computed_and_sent_once(deployment: Deployment) -> None:
     first = deployment.client.generate(prompt, max_tokens=8)
     second = deployment.client.generate(prompt, max_tokens=8)
 
-    assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, 576)
-    assert (first.usage.resident_tokens, second.usage.resident_tokens) == (0, 640)
+    assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, 576)  # the last block is always computed
+    assert first.usage.resident_tokens == 0
+    assert second.usage.resident_tokens in (640, 576)  # a hand-off of no bytes, or the last block computed by decode
     assert second.token_ids == first.token_ids
 
 
