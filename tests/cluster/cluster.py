@@ -72,6 +72,7 @@ class Spec:
             "KVRELAY_DECODE_POOL_PAGES": pages,
             # These tests are about the hand-off; `test_local_prefill` is about what decode computes itself.
             "KVRELAY_DECODE_LOCAL_PREFILL_TOKENS": "0",
+            "KVRELAY_PREFILL_PULL_TIMEOUT_S": "0",  # and `test_pull` about what prefill fetches
             **self.environ,
         }
 

@@ -81,6 +81,7 @@ async def test_everything_lands_and_the_first_token_is_the_reference(client: Cli
     token = recorded()["greedy_1500"][0]
     assert events[-2].first_token.token.token_id == token
     admitted = await asyncio.wait_for(peer.admitted.get(), 5)
+    assert admitted.first_token is not None
     assert admitted.first_token.token_id == token
     rows = peer.rows(pages, len(prompt)).numpy()
     assert np.abs(rows - latents_of(prompt)).max() < 1e-4

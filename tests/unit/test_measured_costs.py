@@ -10,7 +10,8 @@ import pytest
 from kvrelay.core.time_fit import TimeFit
 from kvrelay.core.types import Incarnation, LinkState, Role
 from kvrelay.kv_transfer.link_meter import LinkMeter
-from kvrelay.prefill_node.published_cost import cost_of, links_of
+from kvrelay.kv_transfer.link_records import links_of
+from kvrelay.prefill_node.published_cost import cost_of
 from kvrelay.proto.v1 import fleet_pb2
 from kvrelay.router.cost import DEFAULT_COST, compute_s, published_cost, step_s
 from kvrelay.router.fleet import NodeView, view_of

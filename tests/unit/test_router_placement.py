@@ -248,6 +248,51 @@ def test_what_a_decode_node_computes_itself_is_no_load_of_the_prefill_node_and_n
     assert books.accounts == {}
 
 
+# -- what a prefill node fetches
+
+PULLS = prefill("pulls", pulls=True)
+HOLDER = decode("holder")
+
+
+def test_a_prefix_that_only_a_decode_node_has_is_pulled_when_that_is_faster_than_computing_it() -> None:
+    question = asked(4000, cached_tokens={PULLS.incarnation: 1024, HOLDER.incarnation: 3968})
+
+    pair = place([PULLS, D, HOLDER], question)
+
+    assert pair.pull is not None
+    assert (pair.pull.source, pair.pull.upto, pair.pull.tokens) == (HOLDER, 3968, 2944)
+    assert pair.remaining_tokens == 32
+    assert pair.work_s < 0.1 < 2976 * NodeCost().token_s
+    assert "pull from holder 2944 tokens" in pair.way
+
+
+@pytest.mark.parametrize(
+    ("nodes", "held"),
+    [
+        ([P, HOLDER], 3968),  # a ring of several ranks, or one told not to
+        ([PULLS, HOLDER], 1024),  # it has no more than the prefill node
+        ([PULLS, HOLDER], 1088),  # 64 tokens more: computed before the calls are over
+        ([PULLS, replace(HOLDER, links={"pulls": 1e-3})], 3968),  # a slow link
+        ([PULLS, replace(HOLDER, layout_fingerprint=b"other"), D], 3968),
+    ],
+)
+def test_otherwise_it_is_computed(nodes: list[NodeView], held: int) -> None:
+    pair = place(nodes, asked(4000, cached_tokens={PULLS.incarnation: 1024, HOLDER.incarnation: held}))
+
+    assert pair.pull is None
+    assert "pull" not in pair.way
+
+
+def test_the_source_with_the_most_to_save_is_pulled_from() -> None:
+    far = decode("far", links={"pulls": 5e-5})
+    question = asked(4000, cached_tokens={HOLDER.incarnation: 3968, far.incarnation: 3968, D.incarnation: 512})
+
+    pair = place([PULLS, D, far, HOLDER], question)
+
+    assert pair.pull is not None
+    assert pair.pull.source == HOLDER
+
+
 # -- books
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvrelay.core.errors import CapacityError, InvalidRequestError
+from kvrelay.core.errors import CapacityError, InvalidRequestError, StaleMessageError
 from kvrelay.kvcache.allocator import PageAccount, PageAllocator, pages_of
 from kvrelay.kvcache.prefix_cache import PrefixCache
 
@@ -61,6 +61,19 @@ class PageBook:
             raise
         fresh = pages_of(self._allocator.allocate(num_pages - len(resident)))
         return Grant((*resident, *fresh), len(resident) * self._page_tokens, tuple(evicted))
+
+    def pin(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
+        """Hold the pages of cached blocks, for `release` to let go of; return them in token order.
+
+        Raises:
+            StaleMessageError: some block is not here any more.
+        """
+        found = self._cache.match(hashes)
+        if len(found) < len(hashes):
+            raise StaleMessageError(f"{len(found)} of {len(hashes)} blocks are here")
+        pages = tuple(page for block in found for page in block)
+        self._allocator.retain(pages)
+        return pages
 
     def resident_tokens(self, hashes: Sequence[bytes]) -> int:
         """Return how many tokens of a prompt with these blocks are here."""

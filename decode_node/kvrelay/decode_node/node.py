@@ -180,6 +180,7 @@ class DecodeNode:
         Raises:
             InvalidRequestError: the writer's first token is none; nothing has changed, and the hub gives up.
         """
+        assert handoff.first_token is not None, "every reservation here wants one"
         if handoff.first_token.token_id >= self._limits.vocab_size:  # a step with it would end the node
             raise InvalidRequestError(
                 f"the first token {handoff.first_token.token_id} is outside the vocabulary of {self._limits.vocab_size}"

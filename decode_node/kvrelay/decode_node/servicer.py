@@ -14,6 +14,7 @@ from kvrelay.core.errors import ServeError
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.types import SampledToken
 from kvrelay.decode_node.node import DecodeNode
+from kvrelay.decode_node.pusher import Pusher
 from kvrelay.decode_node.requests import Admitted, Ask, Done, Event, First, Record
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.kv_transfer.wire import request_from_pb
@@ -31,8 +32,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
         max_request_s: float,
         drain: OnDrain,
         stats: Callable[[], common_pb2.NodeStats],
+        pusher: Pusher,
     ) -> None:
         self._node = node
+        self._pusher = pusher
         self._hub = hub
         self._lease_s = lease_s
         self._max_request_s = max_request_s
@@ -98,6 +101,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
         async with grpc_status(context):
             self._hub.fenced(request)
         return decode_pb2.FencedReply()
+
+    async def Push(
+        self, request: decode_pb2.PushRequest, context: aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.PushReply:
+        async with grpc_status(context):
+            with _span("push", request.ticket.request, context):
+                return decode_pb2.PushReply(pushed_tokens=await self._pusher.push(request))
 
     async def FenceWriter(
         self, request: decode_pb2.FenceWriterRequest, context: aio.ServicerContext[Any, Any]

@@ -22,6 +22,7 @@ from kvrelay.decode_node.intake import Limits
 from kvrelay.decode_node.lease import LeaseThread
 from kvrelay.decode_node.node import DecodeNode
 from kvrelay.decode_node.presence import Presence
+from kvrelay.decode_node.pusher import Pusher
 from kvrelay.decode_node.runner import StepThread
 from kvrelay.decode_node.servicer import DecodeServicer
 from kvrelay.decode_node.settings import DecodeSettings
@@ -30,6 +31,7 @@ from kvrelay.index.registry import NodeRegistry
 from kvrelay.index.writer import PrefixWriter
 from kvrelay.kv_transfer import local
 from kvrelay.kv_transfer.hub_values import HubCallbacks
+from kvrelay.kv_transfer.link_records import links_of
 from kvrelay.kv_transfer.pool_agent import PoolAgent, local_pool
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.model.loaded import Loaded
@@ -97,6 +99,15 @@ class DecodeServer:
         )
         self._hub = self._reader_hub(loop)
         self.node.wire(hub=self._hub, steps=self._steps)
+        self._pusher = Pusher(
+            node=incarnation,
+            book=book,
+            pool=loaded.pool,
+            thread=agent.transfer,
+            limits=local.Limits(
+                fence_timeout_s=settings.fence_timeout_s, max_message_bytes=settings.max_message_bytes, tls=self._tls
+            ),
+        )
         self._presence = Presence(
             NodeRegistry(settings.index_url, settings.fleet),
             record=self._record,
@@ -152,6 +163,7 @@ class DecodeServer:
             max_request_s=self._settings.max_request_s,
             drain=self._asked.ask,
             stats=self.stats,
+            pusher=self._pusher,
         )
         self._server = await serve_grpc(
             listen=self._settings.listen,
@@ -186,7 +198,7 @@ class DecodeServer:
         self._presence.hurry()
         await asyncio.sleep(self._settings.lame_duck_s)
         self.node.draining = True
-        while not self.node.is_drained:  # noqa: ASYNC110 - many events lead there; they need not all know
+        while not self.node.is_drained or self._pusher.num_active:  # noqa: ASYNC110 - many events lead there; they need not all know
             await asyncio.sleep(_DRAIN_CHECK_S)
 
     @property
@@ -219,7 +231,9 @@ class DecodeServer:
         return node_stats(
             self.node,
             sessions=self._hub.stats().sessions,
-            counters=(self._hub.counters.values, self._agent.transfer.counters.values, self._writer.counters.values),
+            counters=tuple(
+                part.counters.values for part in (self._hub, self._agent.transfer, self._writer, self._pusher)
+            ),
         )
 
     async def _stats_now(self) -> common_pb2.NodeStats:
@@ -257,6 +271,7 @@ class DecodeServer:
             queued_tokens=node.records.num_running,
             cost=self._cost(),
             local_tokens=self._settings.local_prefill_tokens,
+            links=links_of(self._agent.transfer.links(), ring_size=1, token_bytes=layout.row_bytes * layout.num_layers),
         )
 
     def _cost(self) -> fleet_pb2.NodeCost | None:

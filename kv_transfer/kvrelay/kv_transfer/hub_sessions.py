@@ -204,7 +204,6 @@ class HubSessions:
         session, now_s = entry.session, self._clock()
         manifest, times = session.first_manifest, session.times
         assert manifest is not None, "a sealed session has rank 0's manifest"
-        assert manifest.first_token is not None
         assert times.manifest_s is not None
         sealed_s = times.sealed_s or now_s
         landed_s = max(times.manifest_s, times.last_landed_s or times.manifest_s)

@@ -15,7 +15,7 @@ class AdmittedHandoff:
 
     epoch: Epoch
     request_id: str
-    first_token: SampledToken
+    first_token: SampledToken | None  # None: only latents were asked for
     cached_tokens: int  # prompt tokens that prefill took from its cache
     exposed_relay_ms: float  # from rank 0's manifest until the last part had landed; 0 when all had landed before
     verify_ms: float  # from then until all was verified
@@ -31,6 +31,7 @@ class HubCallbacks:
     on_admitted: Callable[[AdmittedHandoff], None]  # may raise a ServeError to refuse
     on_failed: Callable[[Epoch, Request, str], None]  # the request ends here; its pages come back later
     on_pages_free: Callable[[Epoch, tuple[int, ...]], None]  # the only way by which pages come back
+    wants_token: bool = True  # what is handed over comes with the first token of its answer
     on_quarantined: Callable[[Epoch], None] = lambda epoch: None  # a fence is overdue; `on_pages_free` may still come
     on_landed: Callable[[], None] = lambda: None  # parts of some request have landed
 

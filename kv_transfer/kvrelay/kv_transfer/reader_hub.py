@@ -57,6 +57,7 @@ class ReaderHub:
         self.endpoint = endpoint
         self._node, self._pool, self._thread, self._clock = node, pool, thread, clock
         self._limits = limits
+        self._wants_token = callbacks.wants_token
         self._sessions = HubSessions(
             pool=pool, cells=cells, thread=thread, callbacks=callbacks, limits=limits, clock=clock
         )
@@ -115,6 +116,7 @@ class ReaderHub:
             row_bytes=layout.row_bytes,
             fingerprint=layout.fingerprint,
             one_time_token=secrets.token_bytes(16),
+            wants_token=self._wants_token,
         )
         self._sessions.open(reservation, slot, timeout_s=timeout_s, lease_s=lease_s)
         return self._ticket(reservation, runs, slot, timeout_s)

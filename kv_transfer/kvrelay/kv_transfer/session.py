@@ -195,7 +195,7 @@ class ReaderSession:
         if any(listed.get(part_id) != part for part_id, part in rank.landed.items()):
             return self._abort(f"{name}: a part landed that is not what the manifest says", now_s)
         if manifest.rank == 0:
-            if manifest.first_token is None:
+            if manifest.first_token is None and self.reservation.wants_token:
                 return self._abort("the manifest of rank 0 has no first token", now_s)
             self.first_manifest = manifest
             self.times = Times(now_s, self.times.last_landed_s)

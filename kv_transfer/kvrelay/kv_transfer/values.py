@@ -72,6 +72,7 @@ class Reservation:
     row_bytes: int
     fingerprint: bytes
     one_time_token: bytes
+    wants_token: bool = True  # rank 0's manifest brings the first token; else only latents are handed over
 
     @property
     def relayed_tokens(self) -> Span:

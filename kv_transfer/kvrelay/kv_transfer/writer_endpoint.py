@@ -148,8 +148,8 @@ class WriterEndpoint:
             self._later(sums.waiter, lambda: add(wait()))
 
     def seal(self, *, first_token: SampledToken | None, cached_tokens: int) -> None:
-        """Say that no part will follow; the first token comes from rank 0 and only from it."""
-        assert (first_token is not None) == (self._rank == 0), "rank 0, and only it, has the first token"
+        """Say that no part will follow; the first token, if one is wanted, comes from rank 0 and only from it."""
+        assert first_token is None or self._rank == 0, "only rank 0 has the first token"
 
         def add() -> None:
             self._call_soon(lambda: self._feed(wt.Seal(first_token, cached_tokens)))

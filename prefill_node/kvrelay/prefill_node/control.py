@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from kvrelay.core.errors import CapacityError, StaleMessageError
 from kvrelay.core.shard import Span
 from kvrelay.kvcache.allocator import PageAccount
+from kvrelay.prefill_node.fills import Fill, Fills
 from kvrelay.prefill_node.jobs import CacheChanged, Computed, Event, Gone, HandoffFailed, Job, Opened, Phase
 from kvrelay.prefill_node.pages import RequestPages, RingPages
 from kvrelay.prefill_node.scheduler import ChunkScheduler, NextChunk
@@ -53,7 +54,8 @@ class RingControl:
         self._prefix_wait_s = prefix_wait_s
         self._scheduler = ChunkScheduler(chunk_tokens=chunk_tokens)
         self._records: dict[str, _Record] = {}  # in order of arrival
-        self._computing: dict[bytes, str] = {}  # block -> the job that computes it
+        self._computing: dict[bytes, str] = {}  # block -> the job that computes it, or the fill that brings it
+        self._fills = Fills(pages, block_tokens=block_tokens, computing=self._computing)
         self._step_id = 0
         self._room = 0  # grows whenever a job that found no room might find some
         self._room_planned = 0  # its value at the last plan
@@ -96,6 +98,29 @@ class RingControl:
             record.aborted = abort
             record.undrained = set(range(self._pages.ring_size))
         return True
+
+    # What another node fills; see Fills. The ranks need not know of it.
+    def begin_fill(self, key: str, hashes: Sequence[bytes]) -> Fill | None:
+        fill, evicted = self._fills.begin(key, hashes)
+        if evicted:
+            self._events.append(CacheChanged(removed=tuple(evicted)))
+        return fill
+
+    def complete_fill(self, key: str) -> None:
+        self._room += 1
+        if added := self._fills.complete(key):
+            self._events.append(CacheChanged(added=tuple(added)))
+
+    def give_up_fill(self, key: str) -> None:
+        self._room += 1
+        self._fills.give_up(key)
+
+    def quarantine_fill(self, key: str) -> None:
+        self._fills.quarantine(key)
+
+    def end_fill(self, key: str) -> None:
+        self._room += 1
+        self._fills.end(key)
 
     def plan(self, now_s: float) -> ring_pb2.RingStep:
         """Return the next step: opens, one chunk if there is one to run, closes. An empty step is a tick."""

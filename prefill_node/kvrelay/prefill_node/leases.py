@@ -40,6 +40,11 @@ class Leases:
         with self._lock:
             self._leases.pop(key, None)
 
+    def holds(self, key: str) -> bool:
+        """Say whether a request has a lease that has not run out."""
+        with self._lock:
+            return key in self._leases
+
     def renew(self, holder: Incarnation, request_ids: Iterable[str]) -> list[str]:
         """Extend the leases of one holder; return the request ids that are not its own or not here."""
         listed = set(request_ids)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from kvrelay.core import telemetry
@@ -30,6 +31,7 @@ from kvrelay.prefill_node.leases import Leases
 from kvrelay.prefill_node.pages import RingPages
 from kvrelay.prefill_node.published import Published
 from kvrelay.prefill_node.published_cost import add_measured
+from kvrelay.prefill_node.pulls import Pulls
 from kvrelay.prefill_node.rank import TRANSFER_STUCK
 from kvrelay.prefill_node.registration import LeaseThread
 from kvrelay.prefill_node.servicer import NodeFacts, PrefillServicer
@@ -37,7 +39,7 @@ from kvrelay.prefill_node.settings import PrefillSettings
 from kvrelay.prefill_node.wiring import align_tokens, rank_worker
 from kvrelay.proto.convert import incarnation_to_pb
 from kvrelay.proto.node_metrics import NodeMetrics
-from kvrelay.proto.server import node_security
+from kvrelay.proto.server import Server, node_security
 from kvrelay.proto.server import serve as serve_grpc
 from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import fleet_pb2, prefill_pb2, prefill_pb2_grpc
@@ -110,21 +112,34 @@ async def serve(
         cache_window_tokens=config.cache_window_tokens,
         max_request_s=settings.max_request_s,
     )
-    servicer = PrefillServicer(facts, leader, leases, counters=(published.counters,), on_drain=asked.ask)
+    pulls = None
+    if ring.group is None and settings.pull_timeout_s:
+        pulls = Pulls(settings, loaded, node, ring.agent, on_step=leader.call)
+    servicer = PrefillServicer(
+        facts,
+        leader,
+        leases,
+        counters=(published.counters,),
+        on_drain=asked.ask,
+        puller=pulls.puller if pulls else None,
+    )
     start_step_thread(leader.run, lambda: loop.call_soon_threadsafe(step_ended.set))
     server = await serve_grpc(
         listen=settings.listen,
-        add_services=lambda grpc_server: prefill_pb2_grpc.add_PrefillNodeServicer_to_server(servicer, grpc_server),
+        add_services=lambda grpc_server: _add_services(grpc_server, servicer, pulls),
         services=[prefill_pb2.DESCRIPTOR.services_by_name["PrefillNode"]],
         max_message_bytes=settings.max_message_bytes,
         **node_security(tls, lambda reason: published.counters.add(f"calls_refused_{reason}_total")),
     )
     endpoint = advertised(bound=server.endpoint, advertise=settings.advertise, index_url=settings.index_url)
+    if pulls is not None:
+        pulls.start(endpoint)
 
     def record() -> fleet_pb2.NodeRecord | None:
         if progress.stuck is not None:
             return None  # so that nobody is sent here
         now = _record(settings, facts, leader, servicer, endpoint, sum(rank.num_pages for rank in ring.ranks))
+        now.pulls = pulls is not None
         chunk_tokens = settings.chunk_tokens_on(loaded.device.type)
         add_measured(now, leader.chunk_times.fitted, transfer.links(), chunk_tokens=chunk_tokens, layout=layout)
         return now
@@ -158,12 +173,31 @@ async def serve(
     leader.shut_down()
     await step_ended.wait()
     health.cancel()
+    await _end(pulls, metrics, registration, published, server)
+    return ending
+
+
+async def _end(
+    pulls: Pulls | None,
+    metrics: telemetry.MetricsEndpoint | None,
+    registration: LeaseThread,
+    published: Published,
+    server: Server,
+) -> None:
+    """Stop everything but the step thread, which has ended, and the agent."""
+    if pulls is not None:
+        pulls.stop()
     if metrics is not None:
         await asyncio.to_thread(metrics.stop)
     await asyncio.to_thread(registration.stop)
     await published.stop()
     await server.stop(_STOP_GRACE_S)
-    return ending
+
+
+def _add_services(server: aio.Server, servicer: PrefillServicer, pulls: Pulls | None) -> None:
+    prefill_pb2_grpc.add_PrefillNodeServicer_to_server(servicer, server)
+    if pulls is not None:
+        pulls.serve_on(server)
 
 
 def _progress(leader: Leader, transfer: TransferThread, registration: LeaseThread, *, limit_s: float) -> ProgressWatch:

@@ -70,6 +70,14 @@ class RingPages:
     def refcount(self, page: RankPage, /) -> int:
         return self._allocators[page[0]].refcount(page[1])
 
+    def quarantine(self, pages: Iterable[RankPage]) -> None:
+        for rank, numbers in _by_rank(pages).items():
+            self._allocators[rank].quarantine(numbers)
+
+    def unquarantine(self, pages: Iterable[RankPage]) -> None:
+        for rank, numbers in _by_rank(pages).items():
+            self._allocators[rank].unquarantine(numbers)
+
     def cached_blocks(self, hashes: Sequence[bytes]) -> int:
         """Return how many leading blocks are cached."""
         return len(self._cache.match(hashes))

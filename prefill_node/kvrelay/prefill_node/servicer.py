@@ -18,6 +18,7 @@ from kvrelay.core.errors import (
     DeadlineError,
     InvalidRequestError,
     LayoutMismatchError,
+    RequestCancelledError,
     StaleMessageError,
     UnavailableError,
 )
@@ -29,6 +30,7 @@ from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.jobs import Job, job_key
 from kvrelay.prefill_node.leader import Done, Failed, FirstToken, JobEvent, Leader, Progress, Started
 from kvrelay.prefill_node.leases import Leases
+from kvrelay.prefill_node.puller import Puller, PullFrom
 from kvrelay.prefill_node.stats import node_stats
 from kvrelay.proto.convert import (
     check_request_id,
@@ -70,20 +72,24 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         *,
         counters: Sequence[Counters],
         on_drain: OnDrain,
+        puller: Puller | None = None,
     ) -> None:
         """
         Args:
             counters: of the node, besides those of its ranks; reported by Stats.
+            puller: fetches what requests say that another node has; None: all of it is computed.
         """
+        self._puller = puller
         self.leaving = False  # the others are told to send nothing more here
         self.draining = False  # what comes all the same is refused
         self._facts = facts
         self._leader = leader
         self._leases = leases
-        self._counters = counters
+        self._counters = [*counters, *([puller.counters] if puller else [])]
         self._on_drain = on_drain
         self._latest_attempt: OrderedDict[str, int] = OrderedDict()
         self._active: set[str] = set()
+        self._pulls: dict[str, asyncio.Task[int]] = {}
 
     @property
     def active_requests(self) -> int:
@@ -93,10 +99,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         self, request: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         async with grpc_status(context):
+            source = _source_of(request)
             job = await self._checked(request)
             remaining_s = context.time_remaining()
             limit_s = self._facts.max_request_s if remaining_s is None else remaining_s
-            run = self._run(job, incarnation_from_pb(request.holder), Deadline.after(limit_s))
+            run = self._run(job, incarnation_from_pb(request.holder), Deadline.after(limit_s), source)
             parent = tracing.incoming(context.invocation_metadata())
             with tracing.span("prefill", of=request.request.request_id, parent=parent):
                 async with aclosing(run) as events:  # a caller that goes away ends the job at once
@@ -111,7 +118,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         key = job_key(request.request)
         was_active = key in self._active
         if was_active:
-            self._leader.cancel(key, request.reason or "aborted")
+            self._cancel(key, request.reason or "aborted")
         # An abort that overtakes its Prefill must win.
         self._remember(request.request)
         return common_pb2.AbortReply(was_active=was_active)
@@ -154,15 +161,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         return await answer
 
     async def _run(
-        self, job: Job, holder: Incarnation, deadline: Deadline
+        self, job: Job, holder: Incarnation, deadline: Deadline, source: PullFrom | None
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         received_s, loop = monotonic(), asyncio.get_running_loop()
         events: asyncio.Queue[JobEvent] = asyncio.Queue()
         self._active.add(job.key)
         self._leases.open(job.key, request_id=job.request.request_id, holder=holder)
-        self._leader.submit(job, lambda event: loop.call_soon_threadsafe(events.put_nowait, event))
         over, has_token, prefilled_tokens = False, False, 0
         try:
+            pulled_tokens = await self._pulled(job, source, deadline)
+            self._leader.submit(job, lambda event: loop.call_soon_threadsafe(events.put_nowait, event))
             while not over:
                 try:
                     async with asyncio.timeout(min(PROGRESS_S, deadline.remaining_s())):
@@ -179,12 +187,36 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
                     if has_token:  # nothing is left to progress
                         continue
                 has_token, over = has_token or isinstance(event, FirstToken), isinstance(event, Done)
-                yield _event_to_pb(event, received_s)
+                yield _event_to_pb(event, received_s, pulled_tokens)
         finally:
             self._active.discard(job.key)
             self._leases.close(job.key)
             if not over:
                 self._leader.cancel(job.key, "the caller went away or its time is over")
+
+    async def _pulled(self, job: Job, source: PullFrom | None, deadline: Deadline) -> int:
+        """Fetch what another node has of a job's prompt; return the tokens that came.
+
+        Raises:
+            RequestCancelledError: the job was given up meanwhile.
+        """
+        if self._puller is None or source is None:
+            return 0
+        pull = self._pulls[job.key] = asyncio.create_task(self._puller.pull(job, source, deadline))
+        try:
+            await asyncio.wait((pull,))
+        finally:
+            del self._pulls[job.key]
+            pull.cancel()  # when this call was; it ends by itself, and its pages come back
+        if pull.cancelled() or not self._leases.holds(job.key):
+            raise RequestCancelledError(f"request {job.request.request_id} was given up")
+        return pull.result()
+
+    def _cancel(self, key: str, reason: str) -> None:
+        if (pull := self._pulls.get(key)) is not None:
+            pull.cancel()
+        else:
+            self._leader.cancel(key, reason)
 
     async def _checked(self, request: prefill_pb2.PrefillRequest) -> Job:
         """Return the request as a job.
@@ -254,7 +286,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
             raise StaleMessageError(f"request {ref.request_id}: attempt {ref.attempt} is not newer than {latest}")
         older = job_key(common_pb2.RequestRef(request_id=ref.request_id, attempt=latest))
         if older in self._active:
-            self._leader.cancel(older, f"attempt {ref.attempt} takes over")
+            self._cancel(older, f"attempt {ref.attempt} takes over")
         self._remember(ref)
 
     def _remember(self, ref: common_pb2.RequestRef) -> None:
@@ -264,10 +296,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
             self._latest_attempt.popitem(last=False)
 
 
-def _event_to_pb(event: JobEvent, received_s: float) -> prefill_pb2.PrefillEvent:
+def _event_to_pb(event: JobEvent, received_s: float, pulled_tokens: int) -> prefill_pb2.PrefillEvent:
     match event:
         case Started():
-            started = prefill_pb2.PrefillStarted(cached_tokens=event.cached_tokens, queue_ms=event.queue_ms)
+            started = prefill_pb2.PrefillStarted(
+                cached_tokens=event.cached_tokens,
+                queue_ms=event.queue_ms,
+                pulled_tokens=min(pulled_tokens, event.cached_tokens),
+            )
             return prefill_pb2.PrefillEvent(started=started)
         case Progress():
             progress = prefill_pb2.PrefillProgress(prefilled_tokens=event.prefilled_tokens)
@@ -285,6 +321,20 @@ def _event_to_pb(event: JobEvent, received_s: float) -> prefill_pb2.PrefillEvent
             return prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone(relayed_bytes=event.relayed_bytes))
         case Failed():
             raise event.error
+
+
+def _source_of(request: prefill_pb2.PrefillRequest) -> PullFrom | None:
+    """Return from where to pull, if at all.
+
+    Raises:
+        InvalidRequestError: it has no address.
+    """
+    if not request.HasField("pull_from"):
+        return None
+    source = request.pull_from
+    if not source.endpoint:
+        raise InvalidRequestError("pull_from has no endpoint")
+    return PullFrom(incarnation_from_pb(source.node), source.endpoint, source.tokens)
 
 
 def _set_once(answer: asyncio.Future[common_pb2.NodeStats], stats: common_pb2.NodeStats) -> None:

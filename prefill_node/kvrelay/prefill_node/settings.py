@@ -32,6 +32,9 @@ class PrefillSettings(NodeSettings):
         ge=0,
         description="most rows per rank of one rotating block of earlier tokens; 0 = 4096 on CPUs, 32768 on GPUs",
     )
+    pull_timeout_s: float = Field(
+        10.0, ge=0, description="longest time to fetch cached tokens from another node before computing them; 0 = never"
+    )
     group_timeout_s: float = Field(
         10.0, gt=2.5, description="a ring whose rank is silent this long leaves as a whole; ticks come every 2 s"
     )

@@ -37,12 +37,22 @@ def align_tokens(device: torch.device) -> int:
 def start_rank_agent(
     loaded: Loaded, settings: PrefillSettings, node: Incarnation, rank: int, *, on_fatal: Callable[[], None]
 ) -> PoolAgent:
-    """Start this rank's agent of the data plane.
+    """Start this rank's agent of the data plane, with the fence cells of what is pulled here.
 
     Raises:
         TransferError: the transport does not start.
     """
-    return start_agent(loaded.pool, settings, node=node, rank=rank, num_cells=MAX_RING_SIZE, on_fatal=on_fatal)
+    # A slot outlives its pull for as long as a fence is missing.
+    num_cells = (2 * settings.max_queued_requests if settings.ring_size == 1 else 1) * MAX_RING_SIZE
+    return start_agent(loaded.pool, settings, node=node, rank=rank, num_cells=num_cells, on_fatal=on_fatal)
+
+
+def transfer_limits(settings: PrefillSettings) -> Limits:
+    return Limits(
+        fence_timeout_s=settings.fence_timeout_s,
+        max_message_bytes=settings.max_message_bytes,
+        tls=Tls.load(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key),
+    )
 
 
 def rank_worker(
@@ -64,11 +74,7 @@ def rank_worker(
         node=node,
         rank=ring.rank,
         loop=loop,
-        limits=Limits(
-            fence_timeout_s=settings.fence_timeout_s,
-            max_message_bytes=settings.max_message_bytes,
-            tls=Tls.load(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key),
-        ),
+        limits=transfer_limits(settings),
         wake=wake,
     )
     planner = ChunkPlanner(

@@ -20,7 +20,7 @@ from kvrelay.proto import convert
 from kvrelay.proto.v1 import common_pb2, decode_pb2, handoff_pb2, prefill_pb2
 from kvrelay.router.leases import LeaseKeeper, Peer
 from kvrelay.router.legs import LegFailedError, LegMessage, Legs
-from kvrelay.router.peers import Node, Peers, Placed
+from kvrelay.router.peers import Node, Peers, Placed, PullFrom
 
 ABORT_TIMEOUT_S = 1.0
 SETTLE_TIMEOUT_S = 5.0  # for prefill to say its last word after decode has finished
@@ -150,6 +150,7 @@ class Attempt:
                 ticket=self._ticket,
                 num_sent_tokens=self._num_sent,
                 prefix_seed=self._placed.prefix_seed,
+                pull_from=_pull_to_pb(self._placed.pull_from),
             ),
             timeout=timeout_s,
             metadata=tracing.outgoing(),
@@ -230,3 +231,10 @@ class Attempt:
         peer = self._held.pop(role, None)
         if peer is not None:
             self._shared.leases.drop(peer, self._ref.request_id)
+
+
+def _pull_to_pb(source: PullFrom | None) -> prefill_pb2.PullFrom | None:
+    if source is None:
+        return None
+    node = convert.incarnation_to_pb(source.node.incarnation)
+    return prefill_pb2.PullFrom(node=node, endpoint=source.node.endpoint, tokens=source.tokens)

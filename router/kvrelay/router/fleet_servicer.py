@@ -86,7 +86,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
             return await self._fence(request)
 
     async def _fence(self, request: fleet_pb2.FenceNodeRequest) -> fleet_pb2.FenceNodeReply:
-        """Tell every decode node, draining ones too.
+        """Tell every node that others write into, draining ones too: decode nodes, and prefill nodes that pull.
 
         Raises:
             InvalidRequestError: no name, or the life that is meant is registered.
@@ -100,7 +100,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         asked = decode_pb2.FenceWriterRequest(
             writer=common_pb2.Incarnation(name=request.name, start_id=request.start_id), alive=alive
         )
-        nodes = [one for one in map(view_of, records) if one is not None and one.role is Role.DECODE]
+        nodes = [one for one in map(view_of, records) if one is not None and (one.role is Role.DECODE or one.pulls)]
         calls = (self._fleet.decode(node).FenceWriter(asked, timeout=_FENCE_TIMEOUT_S) for node in nodes)
         replies = await asyncio.gather(*calls, return_exceptions=True)
         reply = fleet_pb2.FenceNodeReply()

@@ -41,6 +41,9 @@ class RouterMetrics:
             "kvrelay_prompt_tokens", "Prompt tokens of finished requests, by where they came from", ["source"],
             registry=registry,
         )  # fmt: skip
+        self._pulled = Counter(
+            "kvrelay_pulled_tokens", "Prompt tokens that a prefill node fetched from another node", registry=registry
+        )
         self._output = Counter("kvrelay_output_tokens", "Tokens sent in finished requests", registry=registry)
         self._ttft = Histogram(
             "kvrelay_ttft_seconds", "Time to the first token", buckets=LONG_SECONDS, registry=registry
@@ -75,9 +78,10 @@ class RouterMetrics:
     def refused(self, reason: str) -> None:
         self._refusals.labels(reason).inc()
 
-    def finished(self, time: TimeSplit, usage: Usage) -> None:
-        """Take in the account of a request that did not fail."""
+    def finished(self, time: TimeSplit, usage: Usage, *, pulled_tokens: int = 0) -> None:
+        """Take in the account of a request that did not fail; `pulled_tokens` are some of the cached ones."""
         self._prompt.labels("cached").inc(usage.cached_tokens)
+        self._pulled.inc(pulled_tokens)
         self._prompt.labels("computed").inc(usage.prompt_tokens - usage.cached_tokens)
         self._output.inc(usage.completion_tokens)
         self._total.observe(time.total_ms / 1000)

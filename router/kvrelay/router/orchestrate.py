@@ -116,7 +116,8 @@ class Run:
         self._cached_tokens = 0
         self._resident_tokens = 0
         self.placed: Placed | None = None  # of the latest attempt
-        self.is_local = False  # so is this: decode completed the prompt itself
+        self.pulled_tokens = 0  # so is this: prefill fetched them from another node
+        self.is_local = False  # and this: decode completed the prompt itself
 
     @property
     def usage(self) -> Usage:
@@ -229,6 +230,7 @@ class Run:
         kind = message.WhichOneof("event")
         if kind == "started":
             merge.prefilled_tokens = message.started.cached_tokens
+            self.pulled_tokens = message.started.pulled_tokens
             if not self._sent:
                 self._cached_tokens = message.started.cached_tokens
         elif kind == "progress":

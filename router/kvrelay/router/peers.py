@@ -29,6 +29,14 @@ class Node(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PullFrom:
+    """From where the prefill node should fetch the prompt's first tokens, if it lacks them."""
+
+    node: Node
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Placed:
     """A decision of the placer. `release` takes the request's load off the placer's books; call it once."""
 
@@ -37,6 +45,7 @@ class Placed:
     prefix_seed: bytes
     confidence: Confidence
     release: Callable[[], None]
+    pull_from: PullFrom | None = None
     is_local: bool = False  # the decode node may compute what it lacks itself; `prefill` is for when it does not
 
 

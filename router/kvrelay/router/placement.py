@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING
 
 from kvrelay.core.errors import InvalidRequestError, UnavailableError
 from kvrelay.core.types import Role
-from kvrelay.router.score import NO_LOAD, Load, Question, Score, decode_score, local_score, prefill_score, work_s
+from kvrelay.router.score import (
+    NO_LOAD,
+    Load,
+    Pull,
+    Question,
+    Score,
+    best_pull,
+    decode_score,
+    local_score,
+    prefill_score,
+    work_s,
+)
 
 if TYPE_CHECKING:
     from kvrelay.router.fleet import NodeView
@@ -44,6 +55,7 @@ class Pair:
     scores: tuple[Score, ...] = field(default=(), compare=False)  # of every node that was not left out
     local: Score | None = field(default=None, compare=False)  # set: the decode node computes what is missing itself
     way: str = field(default="", compare=False)  # how the prompt gets to the decode node, and why so
+    pull: Pull | None = field(default=None, compare=False)  # set: prefill fetches so much instead of computing it
 
     def backlog_s(self) -> float:
         """Return the predicted time of all work ahead."""
@@ -113,8 +125,16 @@ def place(nodes: Sequence[NodeView], question: Question) -> Pair:
     if local is not None:
         backup, tokens, compute = _of_layout(choices, local.node), local.local_tokens, local.parts["compute_s"]
         return Pair(backup, local.node, tokens, refused, compute, tuple(scores), local, why)
-    remaining = question.remaining(node)
-    return Pair(node, decode.node, remaining, refused, work_s(node, question), tuple(scores), way=why)
+    remaining, work = question.remaining(node), work_s(node, question)
+    pull = best_pull(node, question, nodes)
+    if pull is None:
+        return Pair(node, decode.node, remaining, refused, work, tuple(scores), way=why)
+    why += (
+        f"; pull from {pull.source.incarnation.name} {pull.tokens} tokens in {pull.transfer_s:.3g} s, computing them"
+        f" {pull.saved_s:.3g} s"
+    )
+    work += pull.transfer_s - pull.saved_s
+    return Pair(node, decode.node, remaining - pull.tokens, refused, work, tuple(scores), way=why, pull=pull)
 
 
 def _best_local(

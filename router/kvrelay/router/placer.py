@@ -23,7 +23,7 @@ from kvrelay.router.decisions import Decision, DecisionLog, explained
 from kvrelay.router.fleet import FleetView, NodeView
 from kvrelay.router.learned import Learned
 from kvrelay.router.load_columns import LoadColumns
-from kvrelay.router.peers import Placed
+from kvrelay.router.peers import Placed, PullFrom
 from kvrelay.router.placement import Load, Pair, Question
 from kvrelay.router.replicas import together
 from kvrelay.router.shortlist import Roster
@@ -188,6 +188,7 @@ class IndexPlacer:
             choice.confidence,
             lambda: self._release(entry),
             is_local=pair.local is not None,
+            pull_from=None if pair.pull is None else PullFrom(pair.pull.source, pair.pull.upto),
         )
         return self._given_out(placed, entry, _explained(work, choice))
 
@@ -221,7 +222,8 @@ class IndexPlacer:
         entry = self._entries.get(id(placed))
         if entry is None or entry.is_computed:
             return
-        if not placed.is_local and entry.is_alone and entry.shares[0].tokens >= LEAST_OBSERVED_TOKENS:
+        is_usual = not placed.is_local and placed.pull_from is None
+        if is_usual and entry.is_alone and entry.shares[0].tokens >= LEAST_OBSERVED_TOKENS:
             share = entry.shares[0]
             took_s = self._clock() - entry.entered_s
             self._observe(share.node, predicted_s=share.work_s, took_s=took_s)

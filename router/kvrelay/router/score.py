@@ -10,7 +10,7 @@ waiting (CROWDING), and a node that has worked more than its share lately has le
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from kvrelay.router.cost import compute_s, relay_s, step_s
 if TYPE_CHECKING:
     from kvrelay.router.fleet import NodeView
 
+PULL_START_S = 0.01  # of a pull, whatever its size: calls and checks between two processes
 CROWDING = 1.0  # seconds that others wait, per second of compute
 EVICTION = 4.0  # seconds, per second of compute on a node that must throw out as many blocks as it computes
 EVENNESS = 0.02  # seconds, per second of recent work more than the node with the least
@@ -92,9 +93,41 @@ class Score:
         return self.must_evict, round(self.total_s, 6), -self.node.ring_size, self.node.incarnation.name
 
 
-def work_s(node: NodeView, question: Question) -> float:
-    """Return the time that the prefill of a request takes on a node by itself."""
-    cached = question.usable(node)
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Tokens of a prompt that a prefill node fetches instead of computing them."""
+
+    source: NodeView
+    upto: int  # the source has the prompt's first so many tokens
+    tokens: int  # of these, the prefill node lacks
+    transfer_s: float
+    saved_s: float  # of computation
+
+
+def best_pull(prefill: NodeView, question: Question, nodes: Iterable[NodeView]) -> Pull | None:
+    """Return what a prefill node should fetch of a prompt, and from where; None when computing costs no more.
+
+    Args:
+        nodes: that may have it; prefill nodes hand nothing out.
+    """
+    best: Pull | None = None
+    have, last_block = question.usable(prefill), (question.prompt_tokens - 1) // prefill.block_tokens
+    for node in nodes if prefill.pulls else ():
+        upto = min(question.cached_tokens.get(node.incarnation, 0), last_block * prefill.block_tokens)
+        same = node.layout_fingerprint == prefill.layout_fingerprint
+        if upto <= have or node.role is not Role.DECODE or not same:
+            continue
+        token_s = node.links.get(prefill.incarnation.name, question.usual_link_s or node.cost.relay_token_s)
+        transfer = PULL_START_S + (upto - have) * token_s
+        saved = work_s(prefill, question) - work_s(prefill, question, cached=upto)
+        if transfer < saved and (best is None or saved - transfer > best.saved_s - best.transfer_s):
+            best = Pull(node, upto, upto - have, transfer, saved)
+    return best
+
+
+def work_s(node: NodeView, question: Question, *, cached: int | None = None) -> float:
+    """Return the time that the prefill of a request takes on a node by itself; `cached`: if it had so many tokens."""
+    cached = question.usable(node) if cached is None else cached
     return compute_s(
         node.cost,
         tokens=question.prompt_tokens - cached,

@@ -190,7 +190,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         usage = replace(run.usage, completion_tokens=len(output.token_ids))
         placement = placement_to_pb(run.placed, with_decode=not at_prefill, is_local=run.is_local)
         time = timer.split()
-        self._metrics.finished(time, usage)
+        self._metrics.finished(time, usage, pulled_tokens=run.pulled_tokens)
         await stream.finished(reason, placement, usage, time)
 
     @contextmanager

@@ -11,7 +11,10 @@ from oracle_data import oracle_folder, recording
 ORACLE = "v3_noaux"
 FOLDER = oracle_folder(ORACLE)
 VOCAB = vocab_size(FOLDER)
-SPEC = Spec(FOLDER, ring_size="1,2", prefill=2, decode=2, chunk_tokens=128, pool_pages=400)
+SPEC = Spec(
+    FOLDER, ring_size="1,2", prefill=2, decode=2, chunk_tokens=128, pool_pages=400,
+    environ={"KVRELAY_PREFILL_PULL_TIMEOUT_S": "10"},
+)  # fmt: skip
 
 
 def prompt(seed: int, num_tokens: int) -> list[int]:

@@ -28,7 +28,8 @@ if _version_not_supported:
 
 
 class DecodeNodeStub(object):
-    """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach).
+    """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach). A prefill node
+    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from.
     """
 
     def __init__(self, channel):
@@ -67,6 +68,11 @@ class DecodeNodeStub(object):
                 request_serializer=kvrelay_dot_proto_dot_v1_dot_common__pb2.RenewRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_proto_dot_v1_dot_common__pb2.RenewReply.FromString,
                 _registered_method=True)
+        self.Push = channel.unary_unary(
+                '/kvrelay.v1.DecodeNode/Push',
+                request_serializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.PushRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.PushReply.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/kvrelay.v1.DecodeNode/Drain',
                 request_serializer=kvrelay_dot_proto_dot_v1_dot_common__pb2.DrainRequest.SerializeToString,
@@ -85,7 +91,8 @@ class DecodeNodeStub(object):
 
 
 class DecodeNodeServicer(object):
-    """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach).
+    """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach). A prefill node
+    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from.
     """
 
     def Reserve(self, request, context):
@@ -127,6 +134,14 @@ class DecodeNodeServicer(object):
 
     def Renew(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Push(self, request, context):
+        """Writes cached blocks into pages that a prefill node has reserved for them, as prefill ranks do here, and answers when
+        that has ended. FAILED_PRECONDITION when a block is not here any more.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -184,6 +199,11 @@ def add_DecodeNodeServicer_to_server(servicer, server):
                     request_deserializer=kvrelay_dot_proto_dot_v1_dot_common__pb2.RenewRequest.FromString,
                     response_serializer=kvrelay_dot_proto_dot_v1_dot_common__pb2.RenewReply.SerializeToString,
             ),
+            'Push': grpc.unary_unary_rpc_method_handler(
+                    servicer.Push,
+                    request_deserializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.PushRequest.FromString,
+                    response_serializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.PushReply.SerializeToString,
+            ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
                     request_deserializer=kvrelay_dot_proto_dot_v1_dot_common__pb2.DrainRequest.FromString,
@@ -208,7 +228,8 @@ def add_DecodeNodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeNode(object):
-    """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach).
+    """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach). A prefill node
+    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from.
     """
 
     @staticmethod
@@ -363,6 +384,33 @@ class DecodeNode(object):
             '/kvrelay.v1.DecodeNode/Renew',
             kvrelay_dot_proto_dot_v1_dot_common__pb2.RenewRequest.SerializeToString,
             kvrelay_dot_proto_dot_v1_dot_common__pb2.RenewReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Push(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.DecodeNode/Push',
+            kvrelay_dot_proto_dot_v1_dot_decode__pb2.PushRequest.SerializeToString,
+            kvrelay_dot_proto_dot_v1_dot_decode__pb2.PushReply.FromString,
             options,
             channel_credentials,
             insecure,

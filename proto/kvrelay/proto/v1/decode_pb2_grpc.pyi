@@ -29,7 +29,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DecodeNodeStub:
-    """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach)."""
+    """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach). A prefill node
+    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -50,6 +52,10 @@ class DecodeNodeStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_common_pb2.AbortRequest, _common_pb2.AbortReply]
     """Ends a request early. Legal in every state, as often as one likes."""
     Renew: _grpc.UnaryUnaryMultiCallable[_common_pb2.RenewRequest, _common_pb2.RenewReply]
+    Push: _grpc.UnaryUnaryMultiCallable[_decode_pb2.PushRequest, _decode_pb2.PushReply]
+    """Writes cached blocks into pages that a prefill node has reserved for them, as prefill ranks do here, and answers when
+    that has ended. FAILED_PRECONDITION when a block is not here any more.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_common_pb2.DrainRequest, _common_pb2.DrainReply]
     Stats: _grpc.UnaryUnaryMultiCallable[_common_pb2.StatsRequest, _common_pb2.NodeStats]
     FenceWriter: _grpc.UnaryUnaryMultiCallable[_decode_pb2.FenceWriterRequest, _decode_pb2.FenceWriterReply]
@@ -59,7 +65,9 @@ class DecodeNodeStub:
 
 @_typing.type_check_only
 class DecodeNodeAsyncStub(DecodeNodeStub):
-    """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach)."""
+    """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach). A prefill node
+    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Reserve: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveReply]  # type: ignore[assignment]
@@ -77,6 +85,10 @@ class DecodeNodeAsyncStub(DecodeNodeStub):
     Abort: _aio.UnaryUnaryMultiCallable[_common_pb2.AbortRequest, _common_pb2.AbortReply]  # type: ignore[assignment]
     """Ends a request early. Legal in every state, as often as one likes."""
     Renew: _aio.UnaryUnaryMultiCallable[_common_pb2.RenewRequest, _common_pb2.RenewReply]  # type: ignore[assignment]
+    Push: _aio.UnaryUnaryMultiCallable[_decode_pb2.PushRequest, _decode_pb2.PushReply]  # type: ignore[assignment]
+    """Writes cached blocks into pages that a prefill node has reserved for them, as prefill ranks do here, and answers when
+    that has ended. FAILED_PRECONDITION when a block is not here any more.
+    """
     Drain: _aio.UnaryUnaryMultiCallable[_common_pb2.DrainRequest, _common_pb2.DrainReply]  # type: ignore[assignment]
     Stats: _aio.UnaryUnaryMultiCallable[_common_pb2.StatsRequest, _common_pb2.NodeStats]  # type: ignore[assignment]
     FenceWriter: _aio.UnaryUnaryMultiCallable[_decode_pb2.FenceWriterRequest, _decode_pb2.FenceWriterReply]  # type: ignore[assignment]
@@ -85,7 +97,9 @@ class DecodeNodeAsyncStub(DecodeNodeStub):
     """
 
 class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
-    """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach)."""
+    """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach). A prefill node
+    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from.
+    """
 
     @_abc_1.abstractmethod
     def Reserve(
@@ -137,6 +151,16 @@ class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _common_pb2.RenewRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.RenewReply, _abc.Awaitable[_common_pb2.RenewReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Push(
+        self,
+        request: _decode_pb2.PushRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.PushReply, _abc.Awaitable[_decode_pb2.PushReply]]:
+        """Writes cached blocks into pages that a prefill node has reserved for them, as prefill ranks do here, and answers when
+        that has ended. FAILED_PRECONDITION when a block is not here any more.
+        """
 
     @_abc_1.abstractmethod
     def Drain(

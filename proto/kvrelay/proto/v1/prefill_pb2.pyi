@@ -30,6 +30,7 @@ class PrefillRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     NUM_SENT_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_SEED_FIELD_NUMBER: _builtins.int
+    PULL_FROM_FIELD_NUMBER: _builtins.int
     packed_ids: _builtins.bytes
     """Little-endian uint32, the whole prompt."""
     num_sent_tokens: _builtins.int
@@ -56,6 +57,10 @@ class PrefillRequest(_message.Message):
     def ticket(self) -> _handoff_pb2.Ticket:
         """Unset when nothing is to be handed over (max_tokens = 1)."""
 
+    @_builtins.property
+    def pull_from(self) -> Global___PullFrom:
+        """Fetch what that node has and this one lacks before computing; when it fails, compute it."""
+
     def __init__(
         self,
         *,
@@ -67,14 +72,43 @@ class PrefillRequest(_message.Message):
         ticket: _handoff_pb2.Ticket | None = ...,
         num_sent_tokens: _builtins.int = ...,
         prefix_seed: _builtins.bytes = ...,
+        pull_from: Global___PullFrom | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "node", b"node", "request", b"request", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "node", b"node", "pull_from", b"pull_from", "request", b"request", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "node", b"node", "num_sent_tokens", b"num_sent_tokens", "packed_ids", b"packed_ids", "prefix_seed", b"prefix_seed", "request", b"request", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "node", b"node", "num_sent_tokens", b"num_sent_tokens", "packed_ids", b"packed_ids", "prefix_seed", b"prefix_seed", "pull_from", b"pull_from", "request", b"request", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class PullFrom(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.str
+    """Where it serves Push."""
+    tokens: _builtins.int
+    """It has the first so many tokens of the prompt."""
+    @_builtins.property
+    def node(self) -> _common_pb2.Incarnation: ...
+    def __init__(
+        self,
+        *,
+        node: _common_pb2.Incarnation | None = ...,
+        endpoint: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "node", b"node", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullFrom: _TypeAlias = PullFrom  # noqa: Y015
 
 @_typing.final
 class PrefillEvent(_message.Message):
@@ -128,18 +162,22 @@ class PrefillStarted(_message.Message):
 
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
+    PULLED_TOKENS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens taken from this node's cache."""
     queue_ms: _builtins.float
+    pulled_tokens: _builtins.int
+    """Of these, fetched from another node for this request."""
     def __init__(
         self,
         *,
         cached_tokens: _builtins.int = ...,
         queue_ms: _builtins.float = ...,
+        pulled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "queue_ms", b"queue_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "pulled_tokens", b"pulled_tokens", "queue_ms", b"queue_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,76 @@
+"""Everything by which a node of one rank fetches cached blocks from others, wired together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from grpc import aio
+
+from kvrelay.core.supervise import keep
+from kvrelay.core.types import Incarnation
+from kvrelay.kv_transfer.pool_agent import PoolAgent, local_pool
+from kvrelay.kv_transfer.reader_hub import ReaderHub
+from kvrelay.model.loaded import Loaded
+from kvrelay.prefill_node.control import RingControl
+from kvrelay.prefill_node.pull_servicer import PullServicer
+from kvrelay.prefill_node.puller import Puller
+from kvrelay.prefill_node.settings import PrefillSettings
+from kvrelay.prefill_node.wiring import transfer_limits
+from kvrelay.prefill_node.writer_watch import watch_writers
+from kvrelay.proto.v1 import decode_pb2_grpc
+
+
+class Pulls:
+    """Make it on the event loop; of a larger ring each rank would need its own, so those pull nothing."""
+
+    def __init__(
+        self,
+        settings: PrefillSettings,
+        loaded: Loaded,
+        node: Incarnation,
+        agent: PoolAgent,
+        *,
+        on_step: Callable[[Callable[[RingControl], None]], None],
+    ) -> None:
+        """`on_step`: runs something on the step thread, between two steps."""
+        layout, limits = loaded.pool.layout, transfer_limits(settings)
+        self._settings = settings
+        self._tasks: list[asyncio.Task[None]] = []
+        self.puller = Puller(
+            on_step=on_step,
+            block_tokens=layout.block_tokens,
+            row_bytes=layout.row_bytes * layout.num_layers,
+            timeout_s=settings.pull_timeout_s,
+            limits=limits,
+        )
+        self._agent = agent
+        self._hub = ReaderHub(
+            node=node,
+            endpoint="",
+            pool=local_pool(loaded.pool),
+            cells=agent.cells,
+            thread=agent.transfer,
+            callbacks=self.puller.callbacks,
+            limits=limits,
+        )
+        self._hub.last_epoch = agent.last_epoch
+        self.puller.wire(self._hub)
+
+    def serve_on(self, server: aio.Server) -> None:
+        """Add what the nodes that are pulled from call."""
+        decode_pb2_grpc.add_DecodeNodeServicer_to_server(PullServicer(self._hub), server)  # type: ignore[abstract]
+
+    def start(self, endpoint: str) -> None:
+        """Begin; `endpoint` is where they call it."""
+        self._hub.endpoint = endpoint
+        settings = self._settings
+        watch = watch_writers(
+            self._hub, index_url=settings.index_url, fleet=settings.fleet, period_s=settings.heartbeat_s
+        )
+        self._tasks = [keep(self.puller.keep_time(), name="time of pulls"), keep(watch, name="writer watch")]
+
+    def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._agent.last_epoch = self._hub.last_epoch

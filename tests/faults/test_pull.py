@@ -1,0 +1,150 @@
+"""A prefill node fetches cached tokens from a decode node; when that fails it computes them, and nothing is lost."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import threading
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster.cluster import wait_until
+from faults.lab.drive import Drive, drive
+from faults.lab.fleet import Fleet
+from faults.lab.requests import TOKENS
+from faults.lab.workload import golden, prompt
+from kvrelay.proto.v1 import decode_pb2, prefill_pb2
+
+OUTPUT = 8
+WHOLE_BLOCKS = TOKENS // 64 * 64  # of 600 tokens
+
+
+def _answer(one: Drive, **changed: Any) -> tuple[list[int], prefill_pb2.PrefillStarted]:
+    """Run a request to its end; return its tokens and what prefill said of its cache."""
+    ticket = one.reserve()
+    tokens: list[int] = []
+
+    def read() -> None:
+        call = one.decode.Decode(decode_pb2.DecodeRequest(request=one.ref, epoch=ticket.epoch), timeout=40)
+        for event in call:
+            tokens.extend(token.token_id for token in event.tokens.tokens)
+
+    over = threading.Event()
+
+    def renew() -> None:
+        while not over.wait(0.5):
+            one.renew()
+
+    threads = [threading.Thread(target=read), threading.Thread(target=renew)]
+    for thread in threads:
+        thread.start()
+    try:
+        events = list(one.start_prefill(ticket, **changed))
+        threads[0].join(40)
+    finally:
+        over.set()
+    first = next(event.first_token.token.token_id for event in events if event.HasField("first_token"))
+    return [first, *tokens], next(event.started for event in events if event.HasField("started"))
+
+
+def _known_to_decode_0(fleet: Fleet, seed: int) -> bytes:
+    """Let decode-0 have a prompt that prefill-0, which can pull, has not; return the tenant's chain seed."""
+    tenant = secrets.token_bytes(16)
+    with drive(fleet, prompt(seed, TOKENS), prefill="prefill-1", decode="decode-0", seed=tenant) as one:
+        assert _answer(one)[0] == list(golden(seed, TOKENS, OUTPUT))
+    return tenant
+
+
+def _source(fleet: Fleet) -> prefill_pb2.PullFrom:
+    node = next(one for one in fleet.nodes() if one.node.name == "decode-0")
+    return prefill_pb2.PullFrom(node=node.node, endpoint=node.endpoint, tokens=TOKENS)
+
+
+def _counters(fleet: Fleet, node: str) -> dict[str, float]:
+    return dict(fleet.stats()[node].counters)
+
+
+def test_a_pull_spares_the_computation_and_changes_no_token(fleet: Fleet) -> None:
+    tenant = _known_to_decode_0(fleet, 700)
+    before = _counters(fleet, "prefill-0")
+    with drive(fleet, prompt(700, TOKENS), decode="decode-1", seed=tenant) as one:
+        tokens, started = _answer(one, pull_from=_source(fleet))
+
+    assert tokens == list(golden(700, TOKENS, OUTPUT))
+    assert (started.cached_tokens, started.pulled_tokens) == (WHOLE_BLOCKS, WHOLE_BLOCKS)
+    after = _counters(fleet, "prefill-0")
+    assert after["pulled_tokens_total"] - before.get("pulled_tokens_total", 0.0) == WHOLE_BLOCKS
+    executed = after["prefill_tokens_executed"] - before.get("prefill_tokens_executed", 0.0)
+    assert executed == TOKENS - WHOLE_BLOCKS
+    assert _counters(fleet, "decode-0")["pushed_tokens_total"] >= WHOLE_BLOCKS
+    with drive(fleet, prompt(700, TOKENS), decode="decode-1", seed=tenant) as again:  # it stays cached
+        tokens, started = _answer(again)
+    assert tokens == list(golden(700, TOKENS, OUTPUT))
+    assert (started.cached_tokens, started.pulled_tokens) == (WHOLE_BLOCKS, 0)
+
+
+@pytest.mark.parametrize("kind", ["corrupt", "refuse", "drop"])
+def test_a_pull_that_goes_wrong_is_computed_instead(fleet: Fleet, kind: str) -> None:
+    tenant = _known_to_decode_0(fleet, 710)
+    failed = _counters(fleet, "prefill-0").get("pulls_failed_total", 0.0)
+    fleet.arm("decode-0", "part", kind, count=1)
+    with drive(fleet, prompt(710, TOKENS), decode="decode-1", seed=tenant) as one:
+        tokens, started = _answer(one, pull_from=_source(fleet))
+
+    assert tokens == list(golden(710, TOKENS, OUTPUT))
+    assert (started.cached_tokens, started.pulled_tokens) == (0, 0)
+    assert _counters(fleet, "prefill-0")["pulls_failed_total"] == failed + 1
+
+
+def test_a_source_that_has_forgotten_refuses_at_once(fleet: Fleet) -> None:
+    began_s = time.monotonic()
+    with drive(fleet, prompt(720, TOKENS), decode="decode-1") as one:
+        tokens, started = _answer(one, pull_from=_source(fleet))
+
+    assert tokens == list(golden(720, TOKENS, OUTPUT))
+    assert started.pulled_tokens == 0
+    assert time.monotonic() - began_s < 8.0
+
+
+def test_a_source_that_is_killed_during_a_pull_costs_no_answer_and_no_page(fleet: Fleet) -> None:
+    tenant = _known_to_decode_0(fleet, 730)
+    source, posted = _source(fleet), _counters(fleet, "decode-0").get("parts_posted_total", 0.0)
+    fleet.arm("decode-0", "part", "delay", skip=1, seconds=30)
+    started: list[prefill_pb2.PrefillStarted] = []
+    answers: list[list[int]] = []
+    with drive(fleet, prompt(730, TOKENS), decode="decode-1", seed=tenant) as one:
+
+        def ask() -> None:
+            tokens, said = _answer(one, pull_from=source)
+            answers.append(tokens)
+            started.append(said)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_until(lambda: _counters(fleet, "decode-0").get("parts_posted_total", 0.0) > posted, 10)
+        fleet.signal("decode-0", signal.SIGKILL)
+        asking.join(30)
+
+    assert answers == [list(golden(730, TOKENS, OUTPUT))]
+    assert started[0].pulled_tokens == 0
+    # Its pages wait for the proof that the dead node writes no more: its newer life is that.
+    wait_until(lambda: not fleet.unsettled(), 20, fleet.what_is_wrong)
+
+
+def test_an_abort_during_a_pull_ends_the_request_and_gives_all_pages_back(fleet: Fleet) -> None:
+    tenant = _known_to_decode_0(fleet, 740)
+    pushes = _counters(fleet, "decode-0").get("pushes_total", 0.0)
+    fleet.arm("decode-0", "part", "slow", seconds=0.5)  # posting takes as long, for each layer
+    with drive(fleet, prompt(740, TOKENS), decode="decode-1", seed=tenant) as one:
+        call = one.start_prefill(one.reserve(), pull_from=_source(fleet))
+        wait_until(lambda: _counters(fleet, "decode-0").get("pushes_total", 0.0) > pushes, 10)
+        assert one.abort(one.prefill)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        one.abort(one.decode)
+
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+    wait_until(lambda: not fleet.unsettled(), 20, fleet.what_is_wrong)
