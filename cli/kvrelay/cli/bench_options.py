@@ -29,7 +29,7 @@ def add_simulations(kinds: Any) -> None:
     goodput = kinds.add_parser("goodput", help="requests in time under overload, split and not split, simulated")
     goodput.add_argument("trace", metavar="TRACE", help="request trace, JSON lines, also gzip")
     goodput.add_argument("--devices", type=positive, default=4, metavar="N", help="devices, however they are used")
-    goodput.add_argument("--requests", type=positive, default=12_031, metavar="N", help="requests of the trace to use")
+    goodput.add_argument("--requests", type=positive, default=1_200, metavar="N", help="requests of the trace to use")
     _add_common(goodput, "goodput")
 
     _add_replay(kinds.add_parser("replay", help="one trace over a simulated fleet with one policy"))
