@@ -181,6 +181,8 @@ def test_an_empty_step_writes_no_row() -> None:
         pool.layer(layer).normal_()
     before = [pool.layer(layer).clone() for layer in range(pool.layout.num_layers)]
 
-    assert DecodeGraphs(model, pool, max_batch=2, max_tokens=300).run([]) == []
+    graphs = DecodeGraphs(model, pool, max_batch=2, max_tokens=300)
+    graphs.record_all()
+    assert graphs.run([]) == []
 
     assert all(torch.equal(pool.layer(layer), rows) for layer, rows in enumerate(before))

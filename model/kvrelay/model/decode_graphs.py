@@ -99,10 +99,17 @@ class DecodeGraphs:
         self._steps: dict[int, _Step] = {}
         self._next_settings: dict[tuple[int, int], list[float]] = {}
 
+    @torch.inference_mode()
     def record_all(self) -> None:
-        """Record every batch size, largest first, so that the smaller ones fit into its memory. Before serving."""
+        """Record every batch size, largest first, so that the smaller ones fit into its memory. Before serving.
+
+        Each is replayed once with no rows: the first replay of a graph also brings it to the device.
+        """
         for size in reversed(self._sizes):
             self._step_of(size)
+        self._load([])
+        for step in self._steps.values():
+            step.run()
 
     @torch.inference_mode()
     def run(self, rows: Sequence[StepRow]) -> list[SampledToken | ServeError]:

@@ -162,22 +162,30 @@ def assign_pages(
     counts = list(num_assigned)
     spans = shard.cut(chunk, ring_size=ring_size, align_tokens=align_tokens)
     owners: list[int] = []
-    first_span = 0
-    for page in range(first_page, -(-chunk.end // page_tokens)):
+    first_span, page, end_page = 0, first_page, -(-chunk.end // page_tokens)
+    while page < end_page:
         while spans[first_span].end <= page * page_tokens:
             first_span += 1
-        last_span = first_span
-        while spans[last_span].end < min((page + 1) * page_tokens, chunk.end):
-            last_span += 1
-        computing = {
-            min(index, 2 * ring_size - 1 - index)
-            for index in range(first_span, last_span + 1)
-            if spans[index].num_tokens
-        }
-        owner = min(computing, key=lambda rank: (counts[rank], rank))
-        counts[owner] += 1
-        owners.append(owner)
+        span_end = spans[first_span].end
+        inside = (end_page if span_end == chunk.end else span_end // page_tokens) - page
+        if inside > 0:  # pages of one span only
+            owner = _rank_of(first_span, ring_size)
+        else:
+            last_span, inside = first_span, 1
+            while spans[last_span].end < min((page + 1) * page_tokens, chunk.end):
+                last_span += 1
+            computing = {
+                _rank_of(index, ring_size) for index in range(first_span, last_span + 1) if spans[index].num_tokens
+            }
+            owner = min(computing, key=lambda rank: (counts[rank], rank))
+        counts[owner] += inside
+        owners += [owner] * inside
+        page += inside
     return owners
+
+
+def _rank_of(span: int, ring_size: int) -> int:
+    return min(span, 2 * ring_size - 1 - span)
 
 
 def _cuts(span: Span, most_tokens: int) -> Iterator[Span]:
