@@ -58,7 +58,7 @@ def _drain(options: argparse.Namespace, request: fleet_pb2.DrainNodeRequest, wha
 
 
 def run_fence(options: argparse.Namespace) -> int:
-    """Tell the decode nodes that a node is dead; exit code 1 when one of them could not be told."""
+    """Tell the nodes that it may write into that a node is dead; exit code 1 when one of them could not be told."""
     request = fleet_pb2.FenceNodeRequest(name=options.node, start_id=options.start_id)
     try:
         with client.connect(options.endpoint, Identity.of(options)) as channel:

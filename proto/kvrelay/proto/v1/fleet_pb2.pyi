@@ -534,11 +534,11 @@ class FenceNodeReply(_message.Message):
     """Pages that come back, on all nodes together, within about a second."""
     @_builtins.property
     def told(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Decode nodes that took note."""
+        """Nodes that took note: decode nodes, and prefill nodes that pull."""
 
     @_builtins.property
     def unreached(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Decode nodes that could not be reached; they still keep the pages."""
+        """Those that could not be reached; they still keep the pages."""
 
     def __init__(
         self,
