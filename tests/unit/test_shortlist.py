@@ -154,6 +154,28 @@ def test_columns_show_the_load_of_each_node_and_forget_the_idle_ones_first() -> 
     assert Incarnation("d", 1) not in columns
 
 
+def test_a_busy_node_that_has_the_prompt_is_still_one_to_fetch_it_from() -> None:
+    rng = random.Random(6)
+    plain = [
+        replace(
+            node, draining=False, layout_fingerprint=b"f", max_model_len=1 << 20, total_pages=40_000, page_tokens=PAGE,
+            free_pages=40_000, pulls=True, cost=NodeCost(token_s=1e-3),
+        )
+        for node in a_fleet(rng, 200)
+    ]  # fmt: skip
+    at = next(at for at, node in enumerate(plain) if node.role is Role.DECODE)
+    plain[at] = replace(plain[at], active_requests=500)
+    question = Question(
+        prompt_tokens=20_000, total_tokens=20_100, needs_decode=True, long_prompt_tokens=1024,
+        cached_tokens={plain[at].incarnation: 19_000},
+    )  # fmt: skip
+    pair = Roster(plain).place(question, [LoadColumns()])
+
+    assert pair.pull is not None
+    assert pair.pull == place(plain, question).pull
+    assert pair.decode is not plain[at]
+
+
 def test_a_thousand_nodes_are_placed_on_in_a_fraction_of_the_scan() -> None:
     rng = random.Random(4)
     nodes = [

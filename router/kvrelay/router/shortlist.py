@@ -146,6 +146,7 @@ class _Columns:
             if question.needs_decode:
                 few.update(self._best(decode, decode_s[decode], must_evict[decode]))
                 few.update(self._local(decode, question, cached, decode_s, must_evict))
+                few.update(self._sources(decode, cached))
         return sorted(few), np.flatnonzero(~takes).tolist()
 
     def _local(self, decode: Ints, question: Question, cached: Ints, decode_s: Floats, must_evict: Mask) -> list[int]:
@@ -154,6 +155,12 @@ class _Columns:
         held = np.minimum(cached[decode], (question.prompt_tokens - 1) // block * block)
         near = decode[(held > 0) & (question.prompt_tokens - held <= self._ints["local_tokens"][decode])]
         return self._best(near, decode_s[near], must_evict[near]) if len(near) else []
+
+    def _sources(self, decode: Ints, cached: Ints) -> list[int]:
+        """Return the nodes that have most of the prompt: a prefill node may fetch it from them."""
+        most = decode[np.argsort(-cached[decode], kind="stable")[:_KEPT]]
+        found: list[int] = most[cached[most] > 0].tolist()
+        return found
 
     def _best(self, rows: Ints, total_s: Floats, must_evict: Mask) -> list[int]:
         """Return the first rows in the order of `Score.order`."""
