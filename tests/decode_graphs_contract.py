@@ -9,11 +9,14 @@ from torch import Tensor
 
 from kvrelay.bench.random_model import TINY, random_model
 from kvrelay.core.types import SampledToken, Sampling
-from kvrelay.kernels import triton_layer
+from kvrelay.kernels import few_tokens_choice, triton_layer
 from kvrelay.kernels.grouped_experts import grouped_experts
 from kvrelay.kernels.merge import merge_partials
+from kvrelay.kernels.mla_decode import DecodePlan
+from kvrelay.kernels.paged_plan import PagedPlan
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.decode_graphs import DecodeGraphs, StepRow, batch_sizes
+from kvrelay.model.decode_step import decode_hidden
 from kvrelay.model.sampler import SamplerState, sample
 from kvrelay.model.single import Session, SingleEngine
 from kvrelay.model.transformer import Model
@@ -101,6 +104,26 @@ def test_a_row_whose_logits_are_not_finite_fails_alone() -> None:
 
     assert isinstance(whole, SampledToken)
     assert not isinstance(broken, SampledToken)
+
+
+def test_a_step_of_few_tokens_gives_the_logits_that_the_kernels_of_batches_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = random_model(TINY, DEVICE, torch.float32, seed=1)
+    pool = LatentPool(model.layout(block_tokens=64), 4, DEVICE)
+    for layer in range(3):
+        pool.layer(layer).copy_(randn(*pool.layer(layer).shape, seed=layer))
+    paged = PagedPlan.allocate(num_sequences=2, max_pages=2, page_tokens=64, device=DEVICE)
+    paged.update_([torch.tensor([3, 0]), torch.tensor([1])], [70, 9])
+    inputs = torch.tensor([5, 7], device=DEVICE), torch.tensor([69, 8], device=DEVICE)
+
+    few, best, chosen = model.best(decode_hidden(model, pool, *inputs, DecodePlan.of(paged), 70))
+
+    monkeypatch.setattr(few_tokens_choice, "MAX_TOKENS", 0)
+    many, _, _ = model.best(decode_hidden(model, pool, *inputs, DecodePlan.of(paged), 70))
+    torch.testing.assert_close(few, many, atol=2e-4, rtol=1e-4)
+    assert torch.equal(best, few.amax(-1))
+    assert torch.equal(chosen, few.argmax(-1))
 
 
 def test_batch_sizes_cover_every_batch() -> None:

@@ -5,8 +5,18 @@ Shapes in this file: T tokens, D hidden.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.nn.functional as F
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm."""
+
+    weight_D: Tensor
+    eps: float
 
 
 def add_rms_norm(hidden_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrelay.kernels import quant
+from kvrelay.kernels import quant, triton_join
 from kvrelay.kernels.paged_plan import PagedPlan
-from kvrelay.kernels.triton_join import join
+from kvrelay.kernels.triton_wait import fetch, let_next_begin, wait_for_previous
+from kvrelay.kernels.triton_widen import widen
 
 HOST_PARTS = 6  # for the interpreter: few, but enough to cut sequences
 
@@ -68,6 +69,7 @@ def decode(
     pieces_JNC = q_BNW.new_empty(parts + num_sequences, num_heads, latent_width, dtype=torch.float32)
     lse_JN = q_BNW.new_empty(parts + num_sequences, num_heads, dtype=torch.float32)
     rope_width = row_width - latent_width
+    early = triton_join.joins_early(out_BNC)
     _decode[(head_blocks, parts)](
         q_BNW,
         rows.latent,
@@ -97,10 +99,13 @@ def decode(
         ROPE_STRIDE=rows.rope.shape[-1],
         ROPE_AT=rows.rope.shape[-1] - rope_width,
         WIDEN=q_BNW.device.type == "cpu",
+        MIN_TILES=triton_join.MIN_PART_TILES,
+        PDL=early,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        launch_pdl=early,
     )
-    join(out_BNC, pieces_JNC, lse_JN, plan, parts=parts)
+    triton_join.join(out_BNC, pieces_JNC, lse_JN, plan, parts=parts)
     return out_BNC
 
 
@@ -155,22 +160,39 @@ def _decode(
     ROPE_STRIDE: tl.constexpr,
     ROPE_AT: tl.constexpr,
     WIDEN: tl.constexpr,  # the interpreter multiplies through numpy, which knows no bf16
+    MIN_TILES: tl.constexpr,  # of a part
+    PDL: tl.constexpr,
 ):
+    let_next_begin(PDL)
     W: tl.constexpr = C + R
-    Q_DTYPE: tl.constexpr = tl.float32 if WIDEN else q_ptr.dtype.element_ty
     part = tl.program_id(1)
     head_H = tl.program_id(0) * H + tl.arange(0, H)
     col_C = tl.arange(0, C_BLOCK)
     col_R = tl.arange(0, R_BLOCK)
     row_T = tl.arange(0, T)
+    if GROUPS:
+        group_G = tl.arange(0, GROUPS)
+        cell_X = tl.arange(0, C_BLOCK // GROUPS)
+        col_TG = row_T[:, None] * SCALE_STRIDE + C // 4 + group_G[None, :]
+        col_TGX = (row_T[:, None] * LATENT_STRIDE + group_G[None, :] * (C // GROUPS))[:, :, None] + cell_X[
+            None, None, :
+        ]
     total = tl.load(starts_ptr + num_sequences)
-    per_part = tl.cdiv(total, tl.num_programs(1))
+    per_part = tl.maximum(tl.cdiv(total, tl.num_programs(1)), MIN_TILES)
     tile = part * per_part
     end = tl.minimum(tile + per_part, total)
     # The sequence a part begins in: as many sequences as end at or before its first tile come before it.
     seq_B = tl.arange(0, B_BLOCK)
     ends_B = tl.load(starts_ptr + 1 + seq_B, seq_B < num_sequences, other=2147483647)
     seq = tl.sum((ends_B <= tile).to(tl.int32))
+    if PDL and tile < end:
+        # The plan was ready before the first kernel of this chain; all rows but the newest are older still.
+        tile_row = (tile - tl.load(starts_ptr + seq)) * T
+        page = tl.load(table_ptr + seq.to(tl.int64) * table_stride + tile_row // PAGE)
+        row_bytes: tl.constexpr = LATENT_STRIDE * latent_ptr.dtype.element_ty.primitive_bitwidth // 8
+        if T * row_bytes % 16 == 0:
+            fetch(latent_ptr, (page.to(tl.int64) * PAGE + tile_row % PAGE) * row_bytes, T * row_bytes)
+    wait_for_previous(PDL)
     while tile < end:
         seq_start = tl.load(starts_ptr + seq)
         seq_end = tl.load(starts_ptr + seq + 1)
@@ -194,28 +216,28 @@ def _decode(
             page = tl.load(pages_ptr + (first_row + T) // PAGE, first_row + T < end_row, other=0)
             seen_T = first_row + row_T < length
             # Rows behind the end may hold anything, so they are never read: a weight of 0 lets not-a-number through.
-            kv_TC = tl.load(
-                latent_ptr + top_row * LATENT_STRIDE + row_T[:, None] * LATENT_STRIDE + col_C[None, :],
-                seen_T[:, None] & (col_C < C)[None, :],
-                other=0.0,
-            )
+            if GROUPS:
+                kv_TGX = tl.load(
+                    latent_ptr + top_row * LATENT_STRIDE + col_TGX,
+                    seen_T[:, None, None] & (cell_X < C // GROUPS)[None, None, :],
+                    other=0.0,
+                )
+                scale_TG = tl.load(scales_ptr + top_row * SCALE_STRIDE + col_TG, seen_T[:, None], other=0.0)
+                if WIDEN:
+                    kv_TC = tl.reshape(kv_TGX.to(tl.float32) * scale_TG[:, :, None], (T, C_BLOCK))
+                else:
+                    kv_TC = tl.reshape(widen(kv_TGX, scale_TG), (T, C_BLOCK))
+            else:
+                kv_TC = tl.load(
+                    latent_ptr + top_row * LATENT_STRIDE + row_T[:, None] * LATENT_STRIDE + col_C[None, :],
+                    seen_T[:, None] & (col_C < C)[None, :],
+                    other=0.0,
+                )
             k_TR = tl.load(
                 rope_ptr + top_row * ROPE_STRIDE + ROPE_AT + row_T[:, None] * ROPE_STRIDE + col_R[None, :],
                 seen_T[:, None] & (col_R < R)[None, :],
                 other=0.0,
             )
-            if GROUPS:
-                scale_TG = tl.load(
-                    scales_ptr
-                    + (top_row * SCALE_STRIDE + C // 4)
-                    + row_T[:, None] * SCALE_STRIDE
-                    + tl.arange(0, GROUPS)[None, :],
-                    seen_T[:, None],
-                    other=0.0,
-                )
-                # Powers of two: exact in bf16.
-                kv_TGX = tl.reshape(kv_TC.to(Q_DTYPE), (T, GROUPS, C_BLOCK // GROUPS))
-                kv_TC = tl.reshape(kv_TGX * scale_TG.to(Q_DTYPE)[:, :, None], (T, C_BLOCK))
             if WIDEN:
                 kv_TC = kv_TC.to(tl.float32)
                 k_TR = k_TR.to(tl.float32)

@@ -8,6 +8,8 @@ M pairs of one tile.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,23 @@ from torch import Tensor
 from kvrelay.kernels.triton_layer import combine
 
 MAX_PAIRS = 1024
-_TILE_PAIRS = 16  # the least that the matrix units take
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How the kernels are compiled, by measurement on an H200."""
+
+    pairs: int  # of a tile: an expert's weights are read once for each; 16 is the least that the matrix units take
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+def tuning_for(tokens: int) -> Tuning:
+    if tokens <= 16:
+        return Tuning(pairs=16, columns=32 if tokens <= 4 else 64, depth=128, num_warps=4, num_stages=3)
+    return Tuning(pairs=32, columns=64, depth=64, num_warps=4, num_stages=4)
 
 
 def few_tokens_experts(
@@ -30,14 +48,17 @@ def few_tokens_experts(
     gated_AI = x_TD.new_empty(pairs, width)
     out_AD = x_TD.new_empty(pairs, hidden)
     pair_block = max(16, triton.next_power_of_2(pairs))
-    columns = 32 if tokens <= 4 else 64
+    tuning = tuning_for(tokens)
+    columns = tuning.columns
     _gate_up_kernel[(triton.cdiv(width, columns), num_experts)](
         x_TD, experts_TK, gate_up_E2ID, gated_AI, pairs, top, hidden, width,
-        M=_TILE_PAIRS, PAIRS=pair_block, COLUMNS=columns, DEPTH=128, num_warps=4, num_stages=3,
+        M=tuning.pairs, PAIRS=pair_block, COLUMNS=columns, DEPTH=tuning.depth, num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
     )  # fmt: skip
     _down_kernel[(triton.cdiv(hidden, columns), num_experts)](
         gated_AI, experts_TK, down_EDI, out_AD, pairs, hidden, width,
-        M=_TILE_PAIRS, PAIRS=pair_block, COLUMNS=columns, DEPTH=128, num_warps=4, num_stages=3,
+        M=tuning.pairs, PAIRS=pair_block, COLUMNS=columns, DEPTH=tuning.depth, num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
     )  # fmt: skip
     places_TK = torch.arange(pairs, device=x_TD.device).view(tokens, top)
     return combine(out_AD, places_TK, weights_TK)

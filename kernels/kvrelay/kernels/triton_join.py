@@ -9,17 +9,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvrelay.kernels.few_tokens_choice import few_tokens_refuse
 from kvrelay.kernels.paged_plan import PagedPlan
+from kvrelay.kernels.triton_support import starts_early
+from kvrelay.kernels.triton_wait import let_next_begin, wait_for_previous
 
 # Few pieces a sequence in a large batch, hundreds of them in a batch of one: then narrow columns make enough programs.
-JOIN_MANY = (64, 32)  # pieces read at once, columns of a program
+JOIN_MANY = (128, 32)  # pieces read at once, columns of a program
 JOIN_FEW = (8, 128)
+# Of a part: less work than this is not worth another piece to join.
+MIN_PART_TILES = 2
+
+
+def joins_early(out_BNC: Tensor) -> bool:
+    """Say whether decoding and joining overlap with the kernels around them.
+
+    Only for few sequences: in large batches the next kernel's programs, waiting beside those that work, cost 2 to 7%.
+    """
+    return starts_early(out_BNC.device) and few_tokens_refuse(out_BNC.device.type, len(out_BNC)) is None
 
 
 def join(out_BNC: Tensor, pieces_JNC: Tensor, lse_JN: Tensor, plan: PagedPlan, *, parts: int) -> None:
     """Write the sequences that were cut, from their pieces, and zeros for those of length 0."""
     num_sequences, num_heads, latent_width = out_BNC.shape
     pieces, width = JOIN_MANY if parts > 8 * num_sequences else JOIN_FEW
+    early = joins_early(out_BNC)
     width = min(width, triton.next_power_of_2(latent_width))
     _join[(num_sequences, num_heads, triton.cdiv(latent_width, width))](
         out_BNC,
@@ -32,7 +46,10 @@ def join(out_BNC: Tensor, pieces_JNC: Tensor, lse_JN: Tensor, plan: PagedPlan, *
         C=latent_width,
         WIDTH=width,
         PIECES=pieces,
+        MIN_TILES=MIN_PART_TILES,
+        PDL=early,
         num_warps=1,
+        launch_pdl=early,
     )
 
 
@@ -48,11 +65,15 @@ def _join(
     C: tl.constexpr,
     WIDTH: tl.constexpr,
     PIECES: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     seq = tl.program_id(0)
     head = tl.program_id(1)
     col_C = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
-    per_part = tl.maximum(tl.cdiv(tl.load(starts_ptr + num_sequences), parts), 1)
+    per_part = tl.maximum(tl.cdiv(tl.load(starts_ptr + num_sequences), parts), MIN_TILES)
     start = tl.load(starts_ptr + seq)
     end = tl.load(starts_ptr + seq + 1)
     out_row_ptr = out_ptr + (seq * N + head) * C

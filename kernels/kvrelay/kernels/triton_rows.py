@@ -88,7 +88,8 @@ def rotate(x_TNR: Tensor, tables: RopeTables, out_TNR: Tensor) -> None:
 
 
 @triton.jit
-def _write_rows(
+def store_row(
+    token,
     latent_ptr,
     key_ptr,
     norm_ptr,
@@ -113,9 +114,9 @@ def _write_rows(
     PACKED: tl.constexpr,
     COPY: tl.constexpr,
 ):
+    """Make and store the row of one token; see `write_rows`."""
     W: tl.constexpr = C + R
     X: tl.constexpr = C // GROUPS
-    token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     group_G = tl.arange(0, GROUPS)
     cell_X = tl.arange(0, GROUP_BLOCK)
@@ -148,6 +149,60 @@ def _write_rows(
             tl.store(number_ptr + slot * LATENT_STRIDE + col_GX, row_GX.to(number_ptr.dtype.element_ty), inside_GX)
         stored_R = turned_R.to(rope_ptr.dtype.element_ty)
         tl.store(rope_ptr + slot * ROPE_STRIDE + ROPE_STRIDE - R + col_R, stored_R, inside_R)
+
+
+@triton.jit
+def _write_rows(
+    latent_ptr,
+    key_ptr,
+    norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    number_ptr,
+    scale_ptr,
+    rope_ptr,
+    rows_ptr,
+    latent_stride,
+    key_stride,
+    eps,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    R_BLOCK: tl.constexpr,
+    LATENT_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr,
+    PACKED: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    store_row(
+        tl.program_id(0).to(tl.int64),
+        latent_ptr,
+        key_ptr,
+        norm_ptr,
+        cos_ptr,
+        sin_ptr,
+        slots_ptr,
+        number_ptr,
+        scale_ptr,
+        rope_ptr,
+        rows_ptr,
+        latent_stride,
+        key_stride,
+        eps,
+        C,
+        R,
+        GROUPS,
+        GROUP_BLOCK,
+        R_BLOCK,
+        LATENT_STRIDE,
+        SCALE_STRIDE,
+        ROPE_STRIDE,
+        PACKED,
+        COPY,
+    )
 
 
 @triton.jit

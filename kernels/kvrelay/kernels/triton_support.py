@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from importlib.util import find_spec
 
+import torch
+
 
 @functools.cache  # asked in every layer of every step
 def triton_refuses(device: str) -> str | None:
@@ -18,3 +20,9 @@ def triton_refuses(device: str) -> str | None:
     if device == "cpu" and knobs.runtime.interpret:
         return None
     return f"runs on cuda, not {device}"
+
+
+@functools.cache
+def starts_early(device: torch.device) -> bool:
+    """Say whether kernels may begin before the one in front has ended; see `triton_wait`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -8,11 +8,11 @@ Shapes in this file: B rows of the batch, P pages of the longest sequence, V voc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from kvrelay.core.types import SampledToken
 from kvrelay.kernels.mla_decode import DecodePlan
 from kvrelay.kernels.paged_plan import PagedPlan
 from kvrelay.kvcache.pool import LatentPool
-from kvrelay.model.decode_step import decode_forward
+from kvrelay.model.decode_step import decode_hidden
 from kvrelay.model.device_sampler import NUM_SETTINGS, CountRows, choose, settings_row
 from kvrelay.model.sampler import NonFiniteLogitsError, SamplerState, sample
 from kvrelay.model.transformer import Model
@@ -56,7 +56,7 @@ class _Step:
     ) -> None:
         """
         Args:
-            body: returns logits_BV fp32, their maxima and where those are.
+            body: returns logits_BV fp32, their maxima and where those are; the latter two come to the host as well.
             outputs: of the graph, overwritten by each replay; None without a graph.
         """
         self._body = body
@@ -92,7 +92,9 @@ class DecodeGraphs:
         self._inputs_host = torch.zeros(2, rows, dtype=torch.int64, pin_memory=pinned)
         self._inputs_2B = torch.zeros(2, rows, dtype=torch.int64, device=device)
         self._settings_host = torch.zeros(rows, NUM_SETTINGS, dtype=torch.float64, pin_memory=pinned)
-        self._chosen_host = torch.zeros(2, rows, dtype=torch.float64, pin_memory=pinned)
+        self._best_host = torch.zeros(rows, dtype=torch.float32, pin_memory=pinned)
+        self._greedy_host = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
+        self._drawn_host = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
         self._tables: list[Tensor | None] = [None] * rows
         self._counts: CountRows | None = None
         self._memory: Any = None  # the graphs' common memory pool
@@ -120,18 +122,17 @@ class DecodeGraphs:
         """
         step = self._step_of(self._size_for(len(rows)))
         self._load(rows)
-        logits_BV, best_B, chosen_B = step.run()
+        logits_BV, _, _ = step.run()
+        chosen_host = self._greedy_host
         if not all(row.sampler.is_plain_greedy for row in rows):
-            chosen_B = self._sample(logits_BV, rows)
-        host = self._chosen_host[:, : len(rows)]
-        host[0].copy_(chosen_B[: len(rows)], non_blocking=True)
-        host[1].copy_(best_B[: len(rows)], non_blocking=True)
+            chosen_host = self._drawn_host
+            chosen_host[: len(rows)].copy_(self._sample(logits_BV, rows), non_blocking=True)
         if self._pool.device.type == "cuda":
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
             self._prepare_next(rows)  # while the device computes
             done.synchronize()
-        return list(self._answers(logits_BV, rows, *host.numpy()))
+        return list(self._answers(logits_BV, rows, chosen_host.tolist(), self._best_host.tolist()))
 
     def _size_for(self, count: int) -> int:
         for size in self._sizes:
@@ -148,7 +149,6 @@ class DecodeGraphs:
                 self._load_table(index, row.page_table)
         lengths[len(rows) :] = 0
         tokens[len(rows) :] = 0
-        self._inputs_2B.copy_(self._inputs_host, non_blocking=True)
 
     def _load_table(self, index: int, table: Tensor) -> None:
         if len(table) > self._max_pages:
@@ -167,18 +167,21 @@ class DecodeGraphs:
         plan = DecodePlan.of(paged)
 
         def body() -> tuple[Tensor, Tensor, Tensor]:
+            self._inputs_2B.copy_(self._inputs_host, non_blocking=True)
             paged.lengths_B.copy_(self._inputs_2B[1, :size])
             paged.refresh_()
             lengths_B = self._inputs_2B[1, :size].clamp(min=1)  # an empty row computes position 0 and stores nothing
-            logits_BV = decode_forward(
+            hidden_BD = decode_hidden(
                 self._model, self._pool, self._inputs_2B[0, :size], lengths_B - 1, plan, lengths_B
             )
-            best_B, greedy_B = logits_BV.max(-1)
-            return logits_BV, best_B, greedy_B
+            outputs = self._model.best(hidden_BD)
+            self._best_host[:size].copy_(outputs[1], non_blocking=True)
+            self._greedy_host[:size].copy_(outputs[2], non_blocking=True)
+            return outputs
 
         if not self._records or self._pool.device.type != "cuda":
             return _Step(body, None, None)
-        self._inputs_2B.zero_()  # nothing is stored while a step is recorded
+        self._inputs_host.zero_()  # nothing is stored while a step is recorded
         side = torch.cuda.Stream(self._pool.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -232,14 +235,13 @@ class DecodeGraphs:
         }
 
     def _answers(
-        self, logits_BV: Tensor, rows: Sequence[StepRow], ids: np.ndarray[tuple[int], np.dtype[np.float64]],
-        best: np.ndarray[tuple[int], np.dtype[np.float64]],
-    ) -> Iterator[SampledToken | ServeError]:  # fmt: skip
+        self, logits_BV: Tensor, rows: Sequence[StepRow], ids: Sequence[int], best: Sequence[float]
+    ) -> Iterator[SampledToken | ServeError]:
         for index, row in enumerate(rows):
             position = row.position + 1
-            if not np.isfinite(best[index]):
+            if not math.isfinite(best[index]):
                 yield NonFiniteLogitsError(position, best[index])
             elif row.sampler.sampling.logprobs is not None:
                 yield sample(logits_BV[index : index + 1], [row.sampler], [position])[0]
             else:
-                yield SampledToken(int(ids[index]))
+                yield SampledToken(ids[index])

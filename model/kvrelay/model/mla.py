@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvrelay.kernels.mla_prefill import attend_block
+from kvrelay.kernels.residual_norm import Norm
 from kvrelay.kernels.rope import RopeTables, apply_rope
 from kvrelay.kernels.triton_support import triton_refuses
 from kvrelay.model.config import ModelConfig
@@ -79,24 +80,59 @@ class Attention:
         )
 
     def project_into(self, normed_TD: Tensor, rope: RopeTables, slots_T: Tensor, pool_SW: Tensor) -> Tensor:
-        """Return queries q_TNK, and store the cache rows in a layer's pool; slot -1 stores nothing. Needs Triton."""
+        """Return absorbed queries q_TNW, and store the cache rows in a layer's pool; slot -1 stores nothing.
+
+        Needs Triton.
+        """
         from kvrelay.kernels.triton_rows import rotate, write_rows  # noqa: PLC0415 - optional
 
         q_TNK, latent_TC, key_TR = self._products(normed_TD)
-        turning_TNR = q_TNK[..., self._nope_width :]
-        rotate(turning_TNR, rope, turning_TNR)
+        num_tokens, heads, _ = q_TNK.shape
+        q_TNW = q_TNK.new_empty(num_tokens, heads, self._latent_width + self._rope_width)
+        rotate(q_TNK[..., self._nope_width :], rope, q_TNW[..., self._latent_width :])
+        absorbed_NTC = q_TNW[..., : self._latent_width].transpose(0, 1)
+        torch.bmm(q_TNK[..., : self._nope_width].transpose(0, 1), self._weights.key_up_NPC, out=absorbed_NTC)
         norm_C = self._weights.kv_norm_C
         write_rows(latent_TC, key_TR, norm_C=norm_C, eps=LATENT_NORM_EPS, tables=rope, slots_T=slots_T, pool=pool_SW)
-        return q_TNK
+        return q_TNW
+
+    def few_refuses(self) -> str | None:
+        """Return None, or the reason why `query_few` and `output_few` cannot run."""
+        biased = self._weights.in_bias is not None or self._weights.out_bias is not None
+        return "has biases" if biased else None
+
+    def query_few(self, hidden_TD: Tensor, norm: Norm, rope: RopeTables, slots_T: Tensor, pool_SW: Tensor) -> Tensor:
+        """Return absorbed queries q_TNW and store the cache rows, from hidden states that are not normalised yet."""
+        from kvrelay.kernels.few_tokens import absorb_and_store, linear  # noqa: PLC0415 - CPUs need no Triton
+
+        weights = self._weights
+        q, latent_TC, key_TR = self._split(linear(hidden_TD, weights.in_proj, norm=norm))
+        if weights.q_up is not None and weights.q_norm is not None:
+            q = linear(q, weights.q_up, norm=Norm(weights.q_norm, LATENT_NORM_EPS))
+        return absorb_and_store(
+            q, latent_TC, key_TR, key_up_NPC=weights.key_up_NPC, norm=Norm(weights.kv_norm_C, LATENT_NORM_EPS),
+            tables=rope, slots_T=slots_T, pool=pool_SW,
+        )  # fmt: skip
+
+    def output_few(self, hidden_TD: Tensor, out_TNC: Tensor) -> Tensor:
+        """Return hidden + the layer's attention output, of attention that is still in latent space."""
+        from kvrelay.kernels import few_tokens  # noqa: PLC0415
+
+        values_TX = few_tokens.unabsorb(out_TNC, self._weights.value_up_NCV, hidden_TD.dtype)
+        return few_tokens.linear(values_TX, self._weights.out_proj, add_TO=hidden_TD)
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries (or their low-rank first step), latent_TC and key_TR of the first product."""
+        row_width = self._latent_width + self._rope_width
+        q, latent_TC, key_TR = mixed.split_with_sizes(
+            [mixed.shape[-1] - row_width, self._latent_width, self._rope_width], dim=-1
+        )
+        return q, latent_TC, key_TR
 
     def _products(self, normed_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q_TNK, not rotated, latent_TC, not normalised, and key_TR, not rotated."""
         weights = self._weights
-        row_width = self._latent_width + self._rope_width
-        mixed = F.linear(normed_TD, weights.in_proj, weights.in_bias)
-        q, latent_TC, key_TR = mixed.split_with_sizes(
-            [mixed.shape[-1] - row_width, self._latent_width, self._rope_width], dim=-1
-        )
+        q, latent_TC, key_TR = self._split(F.linear(normed_TD, weights.in_proj, weights.in_bias))
         if weights.q_up is not None and weights.q_norm is not None:
             q = F.linear(F.rms_norm(q, q.shape[-1:], weights.q_norm, LATENT_NORM_EPS), weights.q_up)
         return q.view(-1, self._num_heads, self._nope_width + self._rope_width), latent_TC, key_TR

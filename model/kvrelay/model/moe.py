@@ -15,11 +15,18 @@ from torch import Tensor
 
 from kvrelay.kernels.experts_choice import FEW_TOKENS, expert_logits, softmax_experts, with_always
 from kvrelay.kernels.grouped_experts import grouped_experts, grouped_experts_refuse
+from kvrelay.kernels.residual_norm import Norm
 from kvrelay.model.config import MoeConfig, Routing
 
 
 class FeedForward(Protocol):
     def __call__(self, x_TD: Tensor) -> Tensor: ...
+
+    def few_refuses(self) -> str | None:
+        """Return None, or the reason why `add_few` cannot run."""
+
+    def add_few(self, hidden_TD: Tensor, norm: Norm) -> Tensor:
+        """Return hidden + this layer's answer to its norm, for few tokens of a decode step on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,15 @@ class GatedMlp:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return F.linear(_gated(F.linear(x_TD, self.gate_up)), self.down)
+
+    def few_refuses(self) -> str | None:
+        return None
+
+    def add_few(self, hidden_TD: Tensor, norm: Norm) -> Tensor:
+        from kvrelay.kernels.few_tokens import Experts, add_experts  # noqa: PLC0415 - CPUs need no Triton
+
+        # The one expert that every token goes to.
+        return add_experts(hidden_TD, norm, Experts(None, self.gate_up[None], self.down[None]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +112,21 @@ class Moe:
         weights_TK, experts_TK = self.router(x_TD)
         routed_TD = self._routed(x_TD, weights_TK, experts_TK)
         return routed_TD if self.shared is None else routed_TD + self.shared(x_TD)
+
+    def few_refuses(self) -> str | None:
+        if self.router.config.routing is not Routing.SOFTMAX_GREEDY:
+            return f"chooses by softmax alone, not {self.router.config.routing.value}"
+        return None if self.shared is None else "shared experts stand apart"
+
+    def add_few(self, hidden_TD: Tensor, norm: Norm) -> Tensor:
+        from kvrelay.kernels.few_tokens import Experts, add_experts  # noqa: PLC0415
+
+        config = self.router.config
+        experts = Experts(
+            self.router.weight_ED, self.gate_up, self.down, top=config.experts_per_token, scale=config.weight_scale,
+            normalise=config.normalise_weights,
+        )  # fmt: skip
+        return add_experts(hidden_TD, norm, experts)
 
     def _routed(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """Sort the pairs by expert, so that each expert that is hit works on one contiguous slice."""

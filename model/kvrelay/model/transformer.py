@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvrelay.core.layout import PageLayout
-from kvrelay.kernels.residual_norm import add_rms_norm
+from kvrelay.kernels.few_tokens_choice import few_tokens_refuse
+from kvrelay.kernels.residual_norm import Norm, add_rms_norm
 from kvrelay.kernels.rope import Rope, RopeTables
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.mla import Attention, Projected
@@ -42,10 +43,26 @@ class Layer:
         """Return q_TNK (rope part rotated) and rows_TW (what is cached); rows are final."""
         return self._attention.project(F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self._input_norm_D, self._eps), rope)
 
-    def project_into(self, hidden_TD: Tensor, rope: RopeTables, slots_T: Tensor, pool_SW: Tensor) -> Tensor:
-        """Return q_TNK and store the rows in the layer's pool; see `Attention.project_into`."""
+    def query_and_store(self, hidden_TD: Tensor, rope: RopeTables, slots_T: Tensor, pool_SW: Tensor) -> Tensor:
+        """Return absorbed queries q_TNW and store the rows in the layer's pool; see `Attention.project_into`."""
+        if self._takes_few(hidden_TD):
+            norm = Norm(self._input_norm_D, self._eps)
+            return self._attention.query_few(hidden_TD, norm, rope, slots_T, pool_SW)
         normed_TD = F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self._input_norm_D, self._eps)
         return self._attention.project_into(normed_TD, rope, slots_T, pool_SW)
+
+    def finish_latent(self, hidden_TD: Tensor, out_TNC: Tensor) -> Tensor:
+        """Return the layer's output from its input and its attention, fp32, that is still in latent space."""
+        if not self._takes_few(hidden_TD):
+            return self.finish(hidden_TD, self.unabsorb(out_TNC))
+        hidden_TD = self._attention.output_few(hidden_TD, out_TNC)
+        if self._feed_forward.few_refuses() is None:
+            return self._feed_forward.add_few(hidden_TD, Norm(self._post_norm_D, self._eps))
+        return hidden_TD + self._feed_forward(F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self._post_norm_D, self._eps))
+
+    def _takes_few(self, hidden_TD: Tensor) -> bool:
+        refusal = few_tokens_refuse(hidden_TD.device.type, len(hidden_TD)) or self._attention.few_refuses()
+        return refusal is None
 
     def expand(self, rows_SW: Tensor) -> tuple[Tensor, Tensor]:
         """Return (k_SNK, v_SNV) of cached rows."""
@@ -112,6 +129,15 @@ class Model:
         """Return logits_TV, fp32, of the last layer's output."""
         normed_TD = F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self.final_norm_D, self.config.rms_norm_eps)
         return F.linear(normed_TD, self.head_VD).float()
+
+    def best(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits_TV, fp32, their maxima, which are not finite where a logit is not, and where those are."""
+        if few_tokens_refuse(hidden_TD.device.type, len(hidden_TD)) is None:
+            from kvrelay.kernels.few_tokens import head  # noqa: PLC0415 - CPUs need no Triton
+
+            return head(hidden_TD, Norm(self.final_norm_D, self.config.rms_norm_eps), self.head_VD)
+        logits_TV = self.logits(hidden_TD)
+        return logits_TV, *logits_TV.max(-1)
 
     def logprobs(self, hidden_TD: Tensor, next_ids_T: Tensor) -> Tensor:
         """Return the natural-log probability, fp32 [T], of the token that follows each of T tokens.
