@@ -66,7 +66,11 @@ class Node:
         """Return the node's layout, from its own refusal of another one."""
         with pytest.raises(grpc.RpcError) as caught:
             self.stub.Reserve(
-                decode_pb2.ReserveRequest(node=self.stub.Stats(common_pb2.StatsRequest()).node, layout_fingerprint=b"x")
+                decode_pb2.ReserveRequest(
+                    node=self.stub.Stats(common_pb2.StatsRequest()).node,
+                    layout_fingerprint=b"x",
+                    request=common_pb2.RequestRef(request_id="who", attempt=1),
+                )
             )
         return bytes.fromhex((caught.value.details() or "").split()[-1])
 
