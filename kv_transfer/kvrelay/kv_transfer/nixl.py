@@ -109,7 +109,7 @@ class NixlTransport:
             return address.agent_name
         if known is not None:
             self.disconnect(address.agent_name)  # NIXL refuses a name that it knows
-        self._choices_before[address.agent_name] = len(self._log.choices())
+        choices_before = len(self._log.choices())
         try:
             loaded: Any = self._agent.add_remote_agent(address.metadata)
         except self._errors as err:
@@ -118,7 +118,7 @@ class NixlTransport:
         if name != address.agent_name:
             self._forget(name)
             raise TransferError(f"the metadata of {address.agent_name} belongs to {name}")
-        self._peers[name] = address
+        self._peers[name], self._choices_before[name] = address, choices_before
         return name
 
     def route(self, peer: str) -> str:
@@ -182,13 +182,17 @@ class NixlTransport:
             if state == "PROC":
                 return PENDING
             if state != "DONE":
-                return Failed(f"a write to {handle.peer} ended in state {state}")
+                return self._failed(f"a write to {handle.peer} ended in state {state}")
             num_bytes = int(self._agent.get_xfer_telemetry(handle.xfer).totalBytes)
         except self._errors as err:
-            return Failed(f"a write to {handle.peer} failed: {err!r}")
+            return self._failed(f"a write to {handle.peer} failed: {err!r}")
         if handle.fence_cell is None:
             self._counters.add("nixl_bytes_total", num_bytes)
         return Done(num_bytes)
+
+    def _failed(self, reason: str) -> Failed:
+        self._log.choices()  # what UCX has to say of it becomes lines of our log
+        return Failed(reason)
 
     def notices(self) -> list[tuple[str, bytes]]:
         try:
