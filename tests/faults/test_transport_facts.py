@@ -126,7 +126,18 @@ def test_n6_a_pool_is_what_its_process_was_started_with() -> None:
     with pytest.raises(ValidationError):
         settings.pool_pages = 16
     methods = {method.name for method in decode_pb2.DESCRIPTOR.services_by_name["DecodeNode"].methods}
-    assert methods == {"Reserve", "Attach", "Fenced", "Decode", "Abort", "Renew", "Drain", "Stats", "FenceWriter"}
+    assert methods == {
+        "Reserve",
+        "Attach",
+        "Fenced",
+        "Decode",
+        "Abort",
+        "Renew",
+        "Drain",
+        "Stats",
+        "FenceWriter",
+        "Push",
+    }
 
 
 @pytest.mark.sabotage("ends_at_prefill_not_told")
