@@ -33,6 +33,7 @@ def a_fleet(rng: random.Random, num_nodes: int) -> list[NodeView]:
         NodeCost(
             start_s=rng.choice((0.0, 0.01)), token_s=rng.choice((1e-5, 1e-4)), pair_s=rng.choice((0.0, 4e-10)),
             break_even_tokens=rng.choice((0, 4096)), step_s=rng.choice((2e-3, 0.02)), context_token_s=1e-8,
+            is_measured_local=rng.random() < 0.5,
         )
         for _ in range(3)
     ]  # fmt: skip
@@ -45,7 +46,8 @@ def a_fleet(rng: random.Random, num_nodes: int) -> list[NodeView]:
             page_tokens=rng.choice((PAGE, 32)), total_pages=rng.choice((40_000, 40_000, 10)),
             free_pages=rng.choice((40_000, 100, 0)), active_requests=rng.choice((0, 0, 5)),
             queued_tokens=rng.choice((0, 0, 700, 90_000)), draining=rng.random() < 0.1, cost=rng.choice(costs),
-            links={f"n{rng.choice(names)}": rng.choice((1e-6, 1e-4))},
+            links={f"n{other}": rng.choice((1e-6, 1e-5, 1e-4)) for other in rng.sample(names, 20)},
+            local_tokens=rng.choice((0, 256, 2000)), pulls=rng.random() < 0.7,
         )
         for name in names
     ]  # fmt: skip
@@ -68,7 +70,8 @@ def outcome(choose: object) -> tuple[object, ...]:
         pair: Pair = choose()  # type: ignore[operator]
     except (InvalidRequestError, UnavailableError) as err:
         return type(err), str(err)
-    return pair.prefill, pair.decode, pair.remaining_tokens, pair.work_s, pair.backlog_s(), pair.step_s(), pair.refused
+    where = pair.prefill, pair.decode, pair.local and pair.local.parts, pair.pull, pair.way
+    return *where, pair.remaining_tokens, pair.work_s, pair.backlog_s(), pair.step_s(), pair.refused
 
 
 @given(seed=st.integers(0, 1 << 32), extra=st.integers(1, 150), strict=st.booleans())
@@ -150,8 +153,21 @@ def test_columns_show_the_load_of_each_node_and_forget_the_idle_ones_first() -> 
 
     columns.forget_idle(keep=2)
     assert set(columns) == {a, b}
+    assert columns.num_nodes == 2
     assert columns.slot(Incarnation("d", 1)) == 2  # the slot of c
     assert Incarnation("d", 1) not in columns
+
+
+def test_nodes_that_are_gone_are_forgotten_now_and_then_and_not_at_each_request() -> None:
+    node, books = a_fleet(random.Random(7), 20)[0], Books(ManualClock())
+    columns, versions = books.loads(), set()
+    for life in range(10_000):
+        pair = Pair(replace(node, incarnation=Incarnation("n", life)), None, 1, {}, 0.1)
+        books.enter(pair, decode_pages=0, hashes=()).release()
+        versions.add(columns.version)
+
+    assert columns.num_nodes <= 4096
+    assert len(versions) < 10  # what is known of slots is void after each time
 
 
 def test_a_busy_node_that_has_the_prompt_is_still_one_to_fetch_it_from() -> None:
@@ -204,7 +220,10 @@ def test_the_decode_node_that_has_a_chat_is_found_among_many_to_complete_it() ->
     rng = random.Random(5)
     nodes = [replace(node, local_tokens=256) for node in a_fleet(rng, 200)]
     fast = (one for one in nodes if one.role is Role.DECODE and one.cost.step_s < 0.01 and one.max_model_len > 9000)
-    holder = replace(next(fast), active_requests=1, free_pages=40_000, total_pages=40_000, draining=False)
+    quick = NodeCost(token_s=1e-6, step_s=1e-3, is_measured_local=True)
+    holder = replace(
+        next(fast), active_requests=1, free_pages=40_000, total_pages=40_000, draining=False, cost=quick
+    )  # fmt: skip
     nodes = [holder if one.incarnation == holder.incarnation else one for one in nodes]
     question = Question(
         prompt_tokens=8000, total_tokens=8100, needs_decode=True, long_prompt_tokens=1024,

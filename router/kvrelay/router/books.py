@@ -11,7 +11,8 @@ from kvrelay.router.load_columns import LoadColumns
 from kvrelay.router.placement import Pair
 from kvrelay.router.tentative import TentativeBlocks
 
-_MAX_REMEMBERED = 4096  # nodes; beyond that, those that have nothing are forgotten
+_MAX_REMEMBERED = 4096  # nodes; beyond that, those that have nothing are forgotten ...
+_LEAST_REMEMBERED = 3072  # ... until so many are left: going through all of them is not for each request
 
 
 @dataclass(slots=True)
@@ -92,8 +93,8 @@ class Books:
             self._columns.add(share.node, requests=1, tokens=share.tokens, pages=share.pages)
             self._blocks.add(self._columns.slot(share.node), hashes)
         self.loads().worked(node, pair.work_s)
-        if self._columns.num_slots > _MAX_REMEMBERED:
-            self._columns.forget_idle(keep=_MAX_REMEMBERED)
+        if self._columns.num_nodes > _MAX_REMEMBERED:
+            self._columns.forget_idle(keep=_LEAST_REMEMBERED)
         entry = Entry(self, tuple(shares), hashes, self._clock(), on_computed=on_computed)
         entry.work = self._columns.put(node, pair.work_s)
         at_work = self.accounts[node].at_work

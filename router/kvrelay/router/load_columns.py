@@ -75,6 +75,10 @@ class LoadColumns(Mapping[Incarnation, Load]):
     def num_slots(self) -> int:
         return len(self._nodes)
 
+    @property
+    def num_nodes(self) -> int:
+        return len(self._slots)
+
     def node(self, slot: int) -> Incarnation:
         node = self._nodes[slot]
         assert node is not None, slot

@@ -93,8 +93,11 @@ def longest_served(nodes: Iterable[NodeView]) -> int:
     return max(per_group, default=0)
 
 
-def place(nodes: Sequence[NodeView], question: Question) -> Pair:
+def place(nodes: Sequence[NodeView], question: Question, *, holders: Sequence[NodeView] | None = None) -> Pair:
     """Choose the prefill and the decode node of a request together: both of one layout.
+
+    Args:
+        holders: nodes that prefill may fetch cached tokens from; None = `nodes`.
 
     Raises:
         InvalidRequestError: no node could ever hold the request; names the pages.
@@ -126,7 +129,7 @@ def place(nodes: Sequence[NodeView], question: Question) -> Pair:
         backup, tokens, compute = _of_layout(choices, local.node), local.local_tokens, local.parts["compute_s"]
         return Pair(backup, local.node, tokens, refused, compute, tuple(scores), local, why)
     remaining, work = question.remaining(node), work_s(node, question)
-    pull = best_pull(node, question, nodes)
+    pull = best_pull(node, question, nodes if holders is None else holders)
     if pull is None:
         return Pair(node, decode.node, remaining, refused, work, tuple(scores), way=why)
     why += (

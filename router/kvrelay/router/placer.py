@@ -161,7 +161,8 @@ class IndexPlacer:
         if not roster.block_tokens.keys() <= work.hashes.keys():
             # A layout that came up just now has no hashes yet; its nodes take part from the next request on.
             roster = Roster([node for node in roster.nodes if node.layout_fingerprint in work.hashes])
-        return _Choice(roster.place(question, [loads, self._columns_of(others)]), question, confidence)
+        columns = [loads, self._columns_of(others)] if others else [loads]
+        return _Choice(roster.place(question, columns), question, confidence)
 
     def _present(self) -> Roster:
         """Return the nodes as they are now, with costs as they have shown themselves to be."""

@@ -108,18 +108,22 @@ def best_pull(prefill: NodeView, question: Question, nodes: Iterable[NodeView]) 
     """Return what a prefill node should fetch of a prompt, and from where; None when computing costs no more.
 
     Args:
-        nodes: that may have it; prefill nodes hand nothing out.
+        nodes: that may have it; prefill nodes hand nothing out, and one that failed this request is not asked.
     """
     best: Pull | None = None
     have, last_block = question.usable(prefill), (question.prompt_tokens - 1) // prefill.block_tokens
+    all_s = work_s(prefill, question)
+    saved_s: dict[int, float] = {}  # by what a source has: of many, most have the same
     for node in nodes if prefill.pulls else ():
         upto = min(question.cached_tokens.get(node.incarnation, 0), last_block * prefill.block_tokens)
         same = node.layout_fingerprint == prefill.layout_fingerprint
-        if upto <= have or node.role is not Role.DECODE or not same:
+        if upto <= have or node.role is not Role.DECODE or not same or node.incarnation in question.avoid:
             continue
         token_s = node.links.get(prefill.incarnation.name, question.usual_link_s or node.cost.relay_token_s)
         transfer = PULL_START_S + (upto - have) * token_s
-        saved = work_s(prefill, question) - work_s(prefill, question, cached=upto)
+        if upto not in saved_s:
+            saved_s[upto] = all_s - work_s(prefill, question, cached=upto)
+        saved = saved_s[upto]
         if transfer < saved and (best is None or saved - transfer > best.saved_s - best.transfer_s):
             best = Pull(node, upto, upto - have, transfer, saved)
     return best

@@ -78,10 +78,12 @@ class Roster:
             return place(self.nodes, question)
         if self._columns is None:
             self._columns = _Columns(self.nodes)
-        few, refused = self._columns.shortlist(question, self._cached(question), loads)
+        cached = self._cached(question)
+        few, refused = self._columns.shortlist(question, cached, loads)
         if not few:
             return place(self.nodes, question)  # it says why nothing is left
-        pair = place([self.nodes[row] for row in few], question)
+        holders = [self.nodes[row] for row in np.flatnonzero(cached)]
+        pair = place([self.nodes[row] for row in few], question, holders=holders)
         return replace(pair, refused={**self._reasons(refused, question), **pair.refused})
 
     def _cached(self, question: Question) -> Ints:
@@ -102,6 +104,7 @@ class _Columns:
         self._ints = {name: np.array([getattr(node, name) for node in nodes], np.int64) for name in _INTS}
         self._cost = {name: np.array([getattr(node.cost, name) for node in nodes], float) for name in _COSTS}
         self._draining = np.array([node.draining for node in nodes])
+        self._is_measured_local = np.array([node.cost.is_measured_local for node in nodes])
         self._is_prefill = np.array([node.role is Role.PREFILL for node in nodes])
         layouts = {node.layout_fingerprint: number for number, node in enumerate(nodes)}
         layout = np.array([layouts[node.layout_fingerprint] for node in nodes])
@@ -120,6 +123,7 @@ class _Columns:
         for name, costs in self._cost.items():
             costs[row] = getattr(node.cost, name)
         self._draining[row] = node.draining
+        self._is_measured_local[row] = node.cost.is_measured_local
 
     def shortlist(self, question: Question, cached: Ints, loads: Sequence[LoadColumns]) -> tuple[list[int], list[int]]:
         """Return (rows that may be chosen, rows that cannot take the request)."""
@@ -132,8 +136,10 @@ class _Columns:
             takes[row] &= node not in question.avoid
         slots = [self._slots_of(one) for one in loads]
         recent_s = self._sum([one.recent_s()[at] for one, at in zip(loads, slots, strict=True)])
-        prefill_s = self._prefill_s(question, usable, pages, loads, slots)
-        decode_s, must_evict = self._decode_s(question, usable, pages, loads, slots)
+        compute_s = self._compute_s(question, usable)
+        ahead_s, works_s = self._works(compute_s, loads, slots)
+        prefill_s = self._prefill_s(compute_s, ahead_s, works_s, pages, loads, slots)
+        decode_s, steps_s, must_evict = self._decode_s(question, usable, pages, loads, slots)
         few: set[int] = set()
         for group in self._groups:
             prefill, decode = group.prefill[takes[group.prefill]], group.decode[takes[group.decode]]
@@ -141,26 +147,44 @@ class _Columns:
                 continue
             least = recent_s[prefill].min()
             total_s = prefill_s[prefill] + EVENNESS * (recent_s[prefill] - least)
-            few.update(self._best(prefill, total_s, np.zeros(len(prefill), bool)))
+            best = self._best(prefill, total_s, np.zeros(len(prefill), bool))
+            few.update(best)
             few.add(int(prefill[recent_s[prefill].argmin()]))  # evenness is relative to it
             if question.needs_decode:
                 few.update(self._best(decode, decode_s[decode], must_evict[decode]))
-                few.update(self._local(decode, question, cached, decode_s, must_evict))
-                few.update(self._sources(decode, cached))
+                near, tokens = self._near(decode, question, cached)
+                local_s = self._local_s(near, tokens, question, best[0], loads, slots)
+                few.update(self._best(near, works_s[near] + local_s + steps_s[near], must_evict[near]))
         return sorted(few), np.flatnonzero(~takes).tolist()
 
-    def _local(self, decode: Ints, question: Question, cached: Ints, decode_s: Floats, must_evict: Mask) -> list[int]:
-        """Return the best decode nodes of those that might complete the prompt themselves."""
+    def _near(self, decode: Ints, question: Question, cached: Ints) -> tuple[Ints, Ints]:
+        """Return the decode nodes that might complete the prompt themselves, and the tokens that each lacks."""
         block = self._ints["block_tokens"][decode]
         held = np.minimum(cached[decode], (question.prompt_tokens - 1) // block * block)
-        near = decode[(held > 0) & (question.prompt_tokens - held <= self._ints["local_tokens"][decode])]
-        return self._best(near, decode_s[near], must_evict[near]) if len(near) else []
+        lacks = question.prompt_tokens - held
+        is_near = (held > 0) & (lacks <= self._ints["local_tokens"][decode])
+        return decode[is_near], lacks[is_near]
 
-    def _sources(self, decode: Ints, cached: Ints) -> list[int]:
-        """Return the nodes that have most of the prompt: a prefill node may fetch it from them."""
-        most = decode[np.argsort(-cached[decode], kind="stable")[:_KEPT]]
-        found: list[int] = most[cached[most] > 0].tolist()
-        return found
+    def _local_s(
+        self,
+        near: Ints,
+        tokens: Ints,
+        question: Question,
+        prefill: int,
+        loads: Sequence[LoadColumns],
+        slots: Sequence[Ints],
+    ) -> Floats:
+        """Return what computing tokens takes on decode nodes, and what it takes from the requests that they have.
+
+        Args:
+            prefill: row of the node whose speed stands for that of decode nodes that have not measured theirs.
+        """
+        cost_row = np.where(self._is_measured_local[near], near, prefill)
+        start_s, token_s, pair_s = (self._cost[name][cost_row] for name in ("start_s", "token_s", "pair_s"))
+        held = question.prompt_tokens - tokens
+        compute = start_s + tokens * token_s + (tokens * held + tokens * tokens / 2) * pair_s
+        local_s: Floats = compute + CROWDING * compute * self._active(loads, slots)[near]
+        return local_s
 
     def _best(self, rows: Ints, total_s: Floats, must_evict: Mask) -> list[int]:
         """Return the first rows in the order of `Score.order`."""
@@ -173,19 +197,29 @@ class _Columns:
         best: list[int] = rows[order[:_KEPT]].tolist()
         return best
 
-    def _prefill_s(
-        self, question: Question, usable: Ints, pages: Ints, loads: Sequence[LoadColumns], slots: Sequence[Ints]
-    ) -> Floats:
-        """Return the sum of a prefill score's parts without evenness, for all rows."""
+    def _compute_s(self, question: Question, usable: Ints) -> Floats:
+        """Return the time of the prompt's computation on each prefill node; of decode nodes it says nothing."""
         ints, cost = self._ints, self._cost
         ring, tokens = ints["ring_size"], question.prompt_tokens - usable
         alone = tokens * cost["token_s"] + (tokens * usable + tokens * tokens / 2) * cost["pair_s"]
         even = np.where(cost["break_even_tokens"] == 0, question.long_prompt_tokens, cost["break_even_tokens"])
         exchanges = even * cost["token_s"] + even * even / 2 * cost["pair_s"]
-        compute = cost["start_s"] + alone / ring + np.where(ring == 1, 0.0, (1 - 1 / ring) * exchanges)
-        ahead, ours = self._works(compute, loads, slots)
+        compute: Floats = cost["start_s"] + alone / ring + np.where(ring == 1, 0.0, (1 - 1 / ring) * exchanges)
+        return compute
+
+    def _prefill_s(
+        self,
+        compute: Floats,
+        ahead: Floats,
+        ours: Floats,
+        pages: Ints,
+        loads: Sequence[LoadColumns],
+        slots: Sequence[Ints],
+    ) -> Floats:
+        """Return the sum of a prefill score's parts without evenness, for all rows; `ahead`, `ours`: see `_works`."""
+        ints = self._ints
         placed = self._sum([one.tokens[at] for one, at in zip(loads, slots, strict=True)])
-        queued_s = np.maximum(ints["queued_tokens"], placed) * cost["token_s"] / ring
+        queued_s = np.maximum(ints["queued_tokens"], placed) * self._cost["token_s"] / ints["ring_size"]
         wait = ahead + np.maximum(0.0, queued_s - ours)
         eviction = np.where(ints["free_pages"] < pages, EVICTION * compute, 0.0)
         total_s: Floats = wait + compute + CROWDING * compute + eviction
@@ -206,15 +240,20 @@ class _Columns:
 
     def _decode_s(
         self, question: Question, usable: Ints, pages: Ints, loads: Sequence[LoadColumns], slots: Sequence[Ints]
-    ) -> tuple[Floats, Mask]:
-        ints, cost = self._ints, self._cost
-        placed = self._sum([one.requests[at] for one, at in zip(loads, slots, strict=True)])
-        active = np.maximum(ints["active_requests"], placed)
+    ) -> tuple[Floats, Floats, Mask]:
+        """Return (decode scores, their part for the answer's steps, who must evict), for all rows."""
+        cost, active = self._cost, self._active(loads, slots)
         step = cost["step_s"] + (active + 1) * cost["sequence_s"] + question.total_tokens * cost["context_token_s"]
+        steps: Floats = question.expected_output * step
         lacks = question.prompt_tokens - usable
         relay = np.where(lacks > 0, cost["relay_start_s"] + lacks * cost["relay_token_s"], 0.0)
         taken = self._sum([one.pages[at] for one, at in zip(loads, slots, strict=True)])
-        return relay + question.expected_output * step, ints["free_pages"] - taken < pages
+        return relay + steps, steps, self._ints["free_pages"] - taken < pages
+
+    def _active(self, loads: Sequence[LoadColumns], slots: Sequence[Ints]) -> Ints:
+        placed = self._sum([one.requests[at] for one, at in zip(loads, slots, strict=True)])
+        active: Ints = np.maximum(self._ints["active_requests"], placed)
+        return active
 
     def _sum(self, columns: Sequence[npt.NDArray[np.number]]) -> npt.NDArray[np.number]:
         total: npt.NDArray[np.number] = np.zeros(len(self._nodes), np.int64)
