@@ -185,6 +185,20 @@ def test_a_pair_is_always_usable_and_independent_of_the_order(
     assert not pair.decode.draining
 
 
+# -- more sequences than a decode step takes
+
+
+def test_a_node_whose_step_is_full_loses_to_one_with_room_that_is_as_fast() -> None:
+    as_fast = NodeCost(step_s=0.1, sequence_s=0.0)
+    full = decode("a", max_batch=4, active_requests=4, cost=as_fast)
+    room = decode("b", max_batch=4, active_requests=3, cost=as_fast)
+
+    assert names(place([P, full, room], asked())) == ("p", "b")
+    assert names(place([P, replace(full, max_batch=64), room], asked())) == ("p", "a")  # equals: by name
+    assert place([P, room], asked()).step_s() == pytest.approx(0.1)
+    assert place([P, replace(full, active_requests=9)], asked()).step_s() == pytest.approx(0.25)  # ten take turns of 4
+
+
 # -- what a decode node computes itself
 
 CHAT = decode("chat", local_tokens=256)

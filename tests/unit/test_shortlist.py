@@ -48,6 +48,7 @@ def a_fleet(rng: random.Random, num_nodes: int) -> list[NodeView]:
             queued_tokens=rng.choice((0, 0, 700, 90_000)), draining=rng.random() < 0.1, cost=rng.choice(costs),
             links={f"n{other}": rng.choice((1e-6, 1e-5, 1e-4)) for other in rng.sample(names, 20)},
             local_tokens=rng.choice((0, 256, 2000)), pulls=rng.random() < 0.7,
+            max_batch=rng.choice((0, 2, 4, 64)),
         )
         for name in names
     ]  # fmt: skip

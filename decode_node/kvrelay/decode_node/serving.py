@@ -271,6 +271,7 @@ class DecodeServer:
             queued_tokens=node.records.num_running,
             cost=self._cost(),
             local_tokens=self._settings.local_prefill_tokens,
+            max_batch=self._settings.max_batch,
             links=links_of(self._agent.transfer.links(), ring_size=1, token_bytes=layout.row_bytes * layout.num_layers),
         )
 

@@ -50,7 +50,7 @@ class Prospect:
 
     wait_s: float
     compute_s: float
-    step_s: float  # of a decode step with it
+    step_s: float  # between its tokens
     is_proven: bool  # the times come from what was seen of the node, not only from what it published
 
 

@@ -79,6 +79,12 @@ def step_s(cost: NodeCost, *, sequences: int, context_tokens: int) -> float:
     return cost.step_s + sequences * cost.sequence_s + context_tokens * cost.context_token_s
 
 
+def between_tokens_s(cost: NodeCost, *, sequences: int, context_tokens: int, max_batch: int) -> float:
+    """Return the time between a sequence's tokens; more than `max_batch` sequences take turns (0: there is no most)."""
+    together = min(sequences, max_batch) if max_batch else sequences
+    return step_s(cost, sequences=together, context_tokens=context_tokens) * sequences / together
+
+
 def _alone_s(cost: NodeCost, tokens: int, cached: int) -> float:
     return tokens * cost.token_s + (tokens * cached + tokens * tokens / 2) * cost.pair_s
 

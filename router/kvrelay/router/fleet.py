@@ -51,6 +51,7 @@ class NodeView:
     cost: NodeCost = DEFAULT_COST
     links: Mapping[str, float] = field(default_factory=dict)  # time per relayed token, by name of the decode node
     local_tokens: int = 0  # most prompt tokens that a decode node computes itself
+    max_batch: int = 0  # most sequences of a decode step, 0 = not said
     pulls: bool = False  # a prefill node that can fetch cached blocks from decode nodes
 
 
@@ -77,6 +78,7 @@ def view_of(record: fleet_pb2.NodeRecord) -> NodeView | None:
         draining=record.draining,
         cost=published_cost(record),
         local_tokens=record.local_tokens,
+        max_batch=record.max_batch,
         pulls=record.pulls,
         links={link.peer: link.token_s for link in record.links if link.token_s > 0.0},
     )

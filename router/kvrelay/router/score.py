@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvrelay.core.types import Incarnation, Role
-from kvrelay.router.cost import compute_s, relay_s, step_s
+from kvrelay.router.cost import between_tokens_s, compute_s, relay_s
 
 if TYPE_CHECKING:
     from kvrelay.router.fleet import NodeView
@@ -84,7 +84,7 @@ class Score:
     total_s: float
     must_evict: bool = False
     backlog_s: float = 0.0  # all work ahead on a prefill node, also that of longer requests
-    step_s: float = 0.0  # of a decode step with the request
+    step_s: float = 0.0  # between tokens with the request
     local_tokens: int = 0  # of the prompt, that a decode node computes itself
 
     @property
@@ -179,7 +179,9 @@ def prefill_score(node: NodeView, question: Question, *, least_recent_s: float =
 def decode_score(node: NodeView, question: Question) -> Score:
     load = question.load(node)
     active = max(node.active_requests, load.requests)
-    step = step_s(node.cost, sequences=active + 1, context_tokens=question.total_tokens)
+    step = between_tokens_s(
+        node.cost, sequences=active + 1, context_tokens=question.total_tokens, max_batch=node.max_batch
+    )
     parts = {
         "relay_s": relay_s(node.cost, tokens=question.remaining(node), ring_size=1),
         "steps_s": question.expected_output * step,

@@ -30,7 +30,7 @@ Mask = npt.NDArray[np.bool_]
 
 _INTS = (
     "ring_size", "max_model_len", "page_tokens", "total_pages", "free_pages", "active_requests", "queued_tokens",
-    "block_tokens", "local_tokens",
+    "block_tokens", "local_tokens", "max_batch",
 )  # fmt: skip
 _COSTS = (
     "start_s", "token_s", "pair_s", "break_even_tokens", "relay_start_s", "relay_token_s", "step_s", "sequence_s",
@@ -243,8 +243,10 @@ class _Columns:
     ) -> tuple[Floats, Floats, Mask]:
         """Return (decode scores, their part for the answer's steps, who must evict), for all rows."""
         cost, active = self._cost, self._active(loads, slots)
-        step = cost["step_s"] + (active + 1) * cost["sequence_s"] + question.total_tokens * cost["context_token_s"]
-        steps: Floats = question.expected_output * step
+        most = self._ints["max_batch"]
+        together = np.where(most == 0, active + 1, np.minimum(active + 1, most))
+        step = cost["step_s"] + together * cost["sequence_s"] + question.total_tokens * cost["context_token_s"]
+        steps: Floats = question.expected_output * step * (active + 1) / together
         lacks = question.prompt_tokens - usable
         relay = np.where(lacks > 0, cost["relay_start_s"] + lacks * cost["relay_token_s"], 0.0)
         taken = self._sum([one.pages[at] for one, at in zip(loads, slots, strict=True)])

@@ -63,6 +63,7 @@ class NodeRecord(_message.Message):
     LINKS_FIELD_NUMBER: _builtins.int
     LOCAL_TOKENS_FIELD_NUMBER: _builtins.int
     PULLS_FIELD_NUMBER: _builtins.int
+    MAX_BATCH_FIELD_NUMBER: _builtins.int
     role: Global___NodeRole.ValueType
     endpoint: _builtins.str
     """host:port of its gRPC server."""
@@ -86,6 +87,8 @@ class NodeRecord(_message.Message):
     """Most prompt tokens that a decode node computes itself instead of having them handed over; 0 = none."""
     pulls: _builtins.bool
     """A prefill node that can fetch cached blocks from decode nodes: one of a single rank."""
+    max_batch: _builtins.int
+    """Most sequences of a decode step; those beyond take turns. 0 = not said."""
     @_builtins.property
     def node(self) -> _common_pb2.Incarnation: ...
     @_builtins.property
@@ -119,10 +122,11 @@ class NodeRecord(_message.Message):
         links: _abc.Iterable[Global___Link] | None = ...,
         local_tokens: _builtins.int = ...,
         pulls: _builtins.bool = ...,
+        max_batch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "block_tokens", b"block_tokens", "cost", b"cost", "draining", b"draining", "dtype", b"dtype", "endpoint", b"endpoint", "free_pages", b"free_pages", "layout_fingerprint", b"layout_fingerprint", "links", b"links", "local_tokens", b"local_tokens", "max_model_len", b"max_model_len", "model", b"model", "model_id", b"model_id", "node", b"node", "page_tokens", b"page_tokens", "pulls", b"pulls", "queued_tokens", b"queued_tokens", "ring_size", b"ring_size", "role", b"role", "total_pages", b"total_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "block_tokens", b"block_tokens", "cost", b"cost", "draining", b"draining", "dtype", b"dtype", "endpoint", b"endpoint", "free_pages", b"free_pages", "layout_fingerprint", b"layout_fingerprint", "links", b"links", "local_tokens", b"local_tokens", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_id", b"model_id", "node", b"node", "page_tokens", b"page_tokens", "pulls", b"pulls", "queued_tokens", b"queued_tokens", "ring_size", b"ring_size", "role", b"role", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
