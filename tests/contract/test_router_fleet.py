@@ -40,6 +40,9 @@ async def test_a_drained_node_gets_nothing_any_more(index: EmbeddedServer, model
         code, text = await stage.fails(asked(), timeout=5)
         with pytest.raises(aio.AioRpcError, match="nobody"):
             await stage.fleet.DrainNode(fleet_pb2.DrainNodeRequest(name="nobody"))
+        unknown_role = fleet_pb2.DrainNodeRequest.FromString(b"\n\6decode\x10\7")
+        with pytest.raises(aio.AioRpcError, match="next_role is 7; it must be one of"):
+            await stage.fleet.DrainNode(unknown_role)
 
     assert {record.node.name for record in listed.nodes} == {"prefill", "decode"}
     assert (reply.active_requests, stage.prefill.drained) == (7, 1)

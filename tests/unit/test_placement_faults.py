@@ -101,6 +101,14 @@ def test_i7_what_the_router_remembers_of_requests_is_bounded() -> None:
     assert books.accounts == {}
 
 
+def test_decisions_that_name_many_nodes_are_remembered_for_fewer_requests() -> None:
+    log = DecisionLog(max_decisions=100, max_named=1000)
+    for request in ("again", *(f"r{at}" for at in range(8)), "again"):
+        log.enter(request, Decision(100, Confidence.EXACT, (), {f"n{at}": "is too small" for at in range(300)}))
+
+    assert [log.find(request) is not None for request in ("r5", "r6", "r7", "again")] == [False, True, True, True]
+
+
 def test_i8_two_tenants_with_one_prompt_share_no_block() -> None:
     chains = [
         prefix_hash.chain(

@@ -177,7 +177,9 @@ class DecodeServer:
         )
         self._hub.endpoint = self.endpoint
         registry = CollectorRegistry()
-        registry.register(NodeMetrics(Role.DECODE, self._stats_now, asyncio.get_running_loop()))
+        registry.register(
+            NodeMetrics(Role.DECODE, self._stats_now, asyncio.get_running_loop(), links=self._agent.transfer.links)
+        )
         self._metrics = telemetry.serve(self._settings.metrics_listen, registry)
         self._steps.start()
         self._lease.start()

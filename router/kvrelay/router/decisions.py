@@ -12,6 +12,7 @@ from kvrelay.proto.v1 import fleet_pb2
 from kvrelay.router.placement import Pair
 
 MAX_DECISIONS = 4096
+_MAX_NAMED = 1 << 17  # nodes in all decisions together, at some 300 B each
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,21 @@ class Decision:
     refused: Mapping[str, str]  # nodes that were left out, and why
     way: str = ""  # how the prompt gets to the decode node, and why so
 
+    @property
+    def num_named(self) -> int:
+        """How many nodes it says something about."""
+        return len(self.candidates) + len(self.refused)
+
 
 class DecisionLog:
-    """The latest `max_decisions` decisions by request, and how sure the index was, counted since start."""
+    """The latest `max_decisions` decisions by request, and how sure the index was, counted since start.
 
-    def __init__(self, max_decisions: int = MAX_DECISIONS) -> None:
-        self._max_decisions = max_decisions
+    They are fewer when they name more than `max_named` nodes: in a large fleet each may say why hundreds are left out.
+    """
+
+    def __init__(self, max_decisions: int = MAX_DECISIONS, max_named: int = _MAX_NAMED) -> None:
+        self._max_decisions, self._max_named = max_decisions, max_named
+        self._num_named = 0
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
         self.confidences: Counter[Confidence] = Counter()
 
@@ -50,10 +60,12 @@ class DecisionLog:
         return len(self._decisions)
 
     def enter(self, request_id: str, decision: Decision) -> None:
+        before = self._decisions.pop(request_id, None)
         self._decisions[request_id] = decision
-        self._decisions.move_to_end(request_id)
-        while len(self._decisions) > self._max_decisions:
-            self._decisions.popitem(last=False)
+        self._num_named += decision.num_named - (before.num_named if before else 0)
+        while len(self._decisions) > self._max_decisions or self._num_named > self._max_named:
+            _, oldest = self._decisions.popitem(last=False)
+            self._num_named -= oldest.num_named
 
     def find(self, request_id: str) -> Decision | None:
         return self._decisions.get(request_id)

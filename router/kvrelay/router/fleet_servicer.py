@@ -118,13 +118,16 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         """Tell the node to drain; return how many requests it has.
 
         Raises:
-            InvalidRequestError: there is no such node, or it has the next role already.
+            InvalidRequestError: there is no such node or role, or it has that role already.
             ServeError: it cannot be reached, or refuses.
         """
         name, node = request.name, self._fleet.find(request.name)
         if node is None:
             known = ", ".join(sorted(record.node.name for record in self._fleet.records())) or "none"
             raise InvalidRequestError(f"no node has the name {name!r}; known: {known}")
+        roles = list(ROLE_TO_PB.values())
+        if request.next_role and request.next_role not in roles:
+            raise InvalidRequestError(f"next_role is {request.next_role}; it must be one of {roles}")
         if request.next_role == ROLE_TO_PB[node.role]:
             raise InvalidRequestError(f"{name} is a {node.role.value} node already")
         if not request.next_role:  # a node that changes its role says so itself, when it is sure that it can
