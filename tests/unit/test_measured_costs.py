@@ -163,3 +163,12 @@ def test_what_was_learned_of_assumed_costs_is_forgotten_when_a_node_says_its_own
     measured = replace(node, cost=replace(DEFAULT_COST, token_s=3e-5, is_measured=True))
     assert learned.corrected([measured])[0].cost.token_s == 3e-5
     assert learned.is_proven(node.incarnation)
+
+
+def test_a_node_that_takes_another_role_has_yet_to_prove_itself_in_it() -> None:
+    learned, node = Learned(), a_view("n", Role.DECODE)
+    learned.corrected([replace(node, cost=replace(DEFAULT_COST, is_measured=True))])
+    assert learned.is_proven(node.incarnation)
+
+    learned.corrected([replace(node, role=Role.PREFILL)])
+    assert not learned.is_proven(node.incarnation)

@@ -268,3 +268,5 @@ def _unpack_as_they_land(side: Side, slots_of_parts: Sequence[Tensor], tag: byte
             rows = side.packed_rows()[starts[number] : starts[number + 1]]
             side.token_rows().index_copy_(0, slots_of_parts[number], rows)
             waits_for.remove(number)
+    if waits_for:
+        raise TransferError(f"{len(waits_for)} of {len(slots_of_parts)} parts did not land within {_TIMEOUT_S:g} s")

@@ -48,7 +48,8 @@ class Learned:
         here = {node.incarnation for node in nodes}
         for gone in [one for one in self._prefill if one not in here]:
             del self._prefill[gone]
-        self._measured &= here
+        # One that has taken another role has not measured itself in it.
+        self._measured &= {node.incarnation for node in nodes if node.cost.is_measured}
         for node in nodes:
             if node.cost.is_measured and node.incarnation not in self._measured:
                 self._measured.add(node.incarnation)

@@ -58,9 +58,9 @@ def _install_in_router(board: Switchboard) -> None:
         if board.ask("renew") is None:
             renew(keeper)
 
-    def among_the_named(nodes: Sequence[Any], question: Any) -> Any:
+    def among_the_named(nodes: Sequence[Any], question: Any, **rest: Any) -> Any:
         rule = None if question.avoid else board.ask("place")
-        return place(nodes if rule is None else _of_each_role(nodes, rule.kind.split(",")), question)
+        return place(nodes if rule is None else _of_each_role(nodes, rule.kind.split(",")), question, **rest)
 
     def forgiving(view: Any, *args: Any, **rest: Any) -> None:
         made(view, *args, **rest)
