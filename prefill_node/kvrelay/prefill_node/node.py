@@ -47,6 +47,7 @@ from kvrelay.proto.v1 import fleet_pb2, prefill_pb2, prefill_pb2_grpc
 _DRAIN_CHECK_S = 0.05
 _REGISTER_WAIT_S = 2.0
 _STOP_GRACE_S = 1.0
+_IDLE_WAIT_S = 2.0
 log = logging.getLogger(__name__)
 
 
@@ -271,12 +272,21 @@ async def _drained_for(
         await asked.wait()
         await _said_goodbye(servicer, registration, lame_duck_s=settings.lame_duck_s)
         await _drained(leader, servicer, closing_limit_s=settings.fence_timeout_s + _STOP_GRACE_S)
-        if asked.ending is Ending.LEAVES or (leader.load.is_empty and transfer.is_idle):
+        if asked.ending is Ending.LEAVES or await _came_to_rest(lambda: leader.load.is_empty and transfer.is_idle):
             return asked.ending
-        log.error("this node keeps its role: a hand-off has no end yet, so its pages may still be read")
+        log.error("this node keeps its role: a hand-off or a pull has no end yet, so its pages may still be used")
         asked.role_decided()
         servicer.leaving = servicer.draining = False
         registration.beat_now()
+
+
+async def _came_to_rest(is_idle: Callable[[], bool], *, within_s: float = _IDLE_WAIT_S) -> bool:
+    """Wait for what needs a moment only: the data plane lets go of a hand-off, or of a pull, after its request."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + within_s
+    while not is_idle() and loop.time() < until_s:  # noqa: ASYNC110 - two threads lead there
+        await asyncio.sleep(_DRAIN_CHECK_S)
+    return is_idle()
 
 
 async def _said_goodbye(servicer: PrefillServicer, registration: LeaseThread, *, lame_duck_s: float) -> None:

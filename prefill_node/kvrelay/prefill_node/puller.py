@@ -155,7 +155,9 @@ class Puller:
                 raise TransferError(f"not within {timeout_s:g} s")
             if not wait.admitted.done():
                 push.result()  # a refusal; a success may be heard before the admission, which is under way then
-            await wait.admitted
+            # Not awaited itself: a cancelled call would take it along, and the hub still has to resolve it.
+            await asyncio.wait((wait.admitted,))
+            wait.admitted.result()
             await self._asked(lambda control: control.complete_fill(key))
         finally:
             if wait.admitted.done() and wait.admitted.exception() is None:

@@ -25,20 +25,18 @@ from kvrelay.core.errors import (
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.sampling_limits import check_sampling
-from kvrelay.core.types import Counters, Incarnation, PromptLogprobs
+from kvrelay.core.types import Counters, Incarnation
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.jobs import Job, job_key
-from kvrelay.prefill_node.leader import Done, Failed, FirstToken, JobEvent, Leader, Progress, Started
+from kvrelay.prefill_node.leader import Done, Failed, FirstToken, JobEvent, Leader, Progress
 from kvrelay.prefill_node.leases import Leases
+from kvrelay.prefill_node.messages import event_to_pb, source_of
 from kvrelay.prefill_node.puller import Puller, PullFrom
 from kvrelay.prefill_node.stats import node_stats
 from kvrelay.proto.convert import (
     check_request_id,
-    finish_to_pb,
     incarnation_from_pb,
     ms_to_pb,
-    prompt_logprobs_to_pb,
-    sampled_to_pb,
     sampling_from_pb,
     unpack_ids,
 )
@@ -99,7 +97,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         self, request: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         async with grpc_status(context):
-            source = _source_of(request)
+            source = source_of(request)
             job = await self._checked(request)
             remaining_s = context.time_remaining()
             limit_s = self._facts.max_request_s if remaining_s is None else remaining_s
@@ -187,7 +185,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
                     if has_token:  # nothing is left to progress
                         continue
                 has_token, over = has_token or isinstance(event, FirstToken), isinstance(event, Done)
-                yield _event_to_pb(event, received_s, pulled_tokens)
+                yield event_to_pb(event, received_s, pulled_tokens)
         finally:
             self._active.discard(job.key)
             self._leases.close(job.key)
@@ -214,6 +212,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
 
     def _cancel(self, key: str, reason: str) -> None:
         if (pull := self._pulls.get(key)) is not None:
+            self._leases.close(key)  # it may have ended just now: then nothing is left to cancel, but no job may follow
             pull.cancel()
         else:
             self._leader.cancel(key, reason)
@@ -294,47 +293,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         self._latest_attempt[ref.request_id] = latest
         while len(self._latest_attempt) > _MAX_REMEMBERED:
             self._latest_attempt.popitem(last=False)
-
-
-def _event_to_pb(event: JobEvent, received_s: float, pulled_tokens: int) -> prefill_pb2.PrefillEvent:
-    match event:
-        case Started():
-            started = prefill_pb2.PrefillStarted(
-                cached_tokens=event.cached_tokens,
-                queue_ms=event.queue_ms,
-                pulled_tokens=min(pulled_tokens, event.cached_tokens),
-            )
-            return prefill_pb2.PrefillEvent(started=started)
-        case Progress():
-            progress = prefill_pb2.PrefillProgress(prefilled_tokens=event.prefilled_tokens)
-            return prefill_pb2.PrefillEvent(progress=progress)
-        case PromptLogprobs():
-            return prefill_pb2.PrefillEvent(prompt_logprobs=prompt_logprobs_to_pb(event))
-        case FirstToken():
-            first = prefill_pb2.FirstToken(
-                token=sampled_to_pb(event.token),
-                finish_reason=finish_to_pb(event.finish_reason),
-                prefill_ms=(monotonic() - received_s) * 1e3,
-            )
-            return prefill_pb2.PrefillEvent(first_token=first)
-        case Done():
-            return prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone(relayed_bytes=event.relayed_bytes))
-        case Failed():
-            raise event.error
-
-
-def _source_of(request: prefill_pb2.PrefillRequest) -> PullFrom | None:
-    """Return from where to pull, if at all.
-
-    Raises:
-        InvalidRequestError: it has no address.
-    """
-    if not request.HasField("pull_from"):
-        return None
-    source = request.pull_from
-    if not source.endpoint:
-        raise InvalidRequestError("pull_from has no endpoint")
-    return PullFrom(incarnation_from_pb(source.node), source.endpoint, source.tokens)
 
 
 def _set_once(answer: asyncio.Future[common_pb2.NodeStats], stats: common_pb2.NodeStats) -> None:
