@@ -106,6 +106,24 @@ def test_a_row_whose_logits_are_not_finite_fails_alone() -> None:
     assert not isinstance(broken, SampledToken)
 
 
+def test_numbers_drawn_ahead_are_used_for_their_own_sequence_alone() -> None:
+    model = random_model(TINY, DEVICE, torch.float32, seed=1)
+    logits, table = randn(1, 512, seed=2), torch.tensor([1])
+    graphs = [
+        DecodeGraphs(model, LatentPool(model.layout(block_tokens=64), 4, DEVICE), max_batch=1, max_tokens=64)
+        for _ in range(2)
+    ]
+    ended = SamplerState(Sampling(max_tokens=9, temperature=1.0, seed=1), [5])
+    graphs[0]._prepare_next([StepRow(table, 5, 3, ended)])
+    del ended
+
+    # Python gives it the place of the one that has ended.
+    begun = StepRow(table, 5, 4, SamplerState(Sampling(max_tokens=9, temperature=1.0, seed=7), [5]))
+    drawn = [int(one._sample(logits, [begun])) for one in graphs]
+
+    assert drawn[0] == drawn[1]
+
+
 def test_a_step_of_few_tokens_gives_the_logits_that_the_kernels_of_batches_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -99,7 +99,7 @@ class DecodeGraphs:
         self._counts: CountRows | None = None
         self._memory: Any = None  # the graphs' common memory pool
         self._steps: dict[int, _Step] = {}
-        self._next_settings: dict[tuple[int, int], list[float]] = {}
+        self._next_settings: dict[tuple[SamplerState, int], list[float]] = {}  # not by id: a new one may get it
 
     @torch.inference_mode()
     def record_all(self) -> None:
@@ -222,14 +222,14 @@ class DecodeGraphs:
         settings = self._settings_host[: len(rows)]
         for index, row in enumerate(rows):
             position = row.position + 1
-            known = self._next_settings.pop((id(row.sampler), position), None)
+            known = self._next_settings.pop((row.sampler, position), None)
             settings[index] = torch.tensor(known or settings_row(row.sampler, position), dtype=torch.float64)
         return choose(logits_BV[: len(rows)], settings.to(self._pool.device, non_blocking=True), counts)
 
     def _prepare_next(self, rows: Sequence[StepRow]) -> None:
         """Draw the next step's uniform numbers, which are known already."""
         self._next_settings = {
-            (id(row.sampler), row.position + 2): settings_row(row.sampler, row.position + 2)
+            (row.sampler, row.position + 2): settings_row(row.sampler, row.position + 2)
             for row in rows
             if row.sampler.sampling.temperature
         }
