@@ -41,7 +41,6 @@ def main(argv: Sequence[str]) -> int:
         ServeError: it cannot start; the message says why.
     """
     settings = load(DecodeSettings, list(argv), prog="kvrelay decode")
-    sys.setswitchinterval(_SWITCH_S)
     set_up_logging(settings.log_level, settings.log_format)
     watch_threads(die)
     node = new_incarnation(settings.name, Role.DECODE)
@@ -63,6 +62,17 @@ async def serve(
     settings: DecodeSettings, loaded: Loaded, node: Incarnation, agent: PoolAgent, asked: DrainRequests
 ) -> Ending:
     """Serve until a stop signal, a drain or a crash; return how it ended. The agent goes on."""
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        return await _serve(settings, loaded, node, agent, asked)
+    finally:
+        sys.setswitchinterval(usual_s)  # for the role that may follow
+
+
+async def _serve(
+    settings: DecodeSettings, loaded: Loaded, node: Incarnation, agent: PoolAgent, asked: DrainRequests
+) -> Ending:
     server = DecodeServer(settings, loaded, node, agent, asked)
     watch_loop(asyncio.get_running_loop(), server.node.crash)
     await server.start()

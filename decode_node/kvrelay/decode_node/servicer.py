@@ -106,6 +106,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
         self, request: decode_pb2.PushRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.PushReply:
         async with grpc_status(context):
+            convert.check_request_id(request.ticket.request.request_id)
             with _span("push", request.ticket.request, context):
                 return decode_pb2.PushReply(pushed_tokens=await self._pusher.push(request))
 

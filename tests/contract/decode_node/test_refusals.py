@@ -15,7 +15,7 @@ from decode_lab import (
 from kvrelay.core.types import Incarnation
 from kvrelay.model.transformer import Model
 from kvrelay.proto import convert
-from kvrelay.proto.v1 import common_pb2
+from kvrelay.proto.v1 import common_pb2, decode_pb2, handoff_pb2
 from oracle_data import recording
 
 
@@ -35,6 +35,18 @@ async def test_reserve_refuses_what_cannot_be(lab: Lab) -> None:
         assert (err.code(), says_retry(err)) == (code, retry), changed
         assert text in str(err.details())
     assert (await lab.settled()).pinned_pages == 0
+
+
+async def test_a_request_id_that_a_log_would_have_to_carry_is_bounded(lab: Lab) -> None:
+    ref = common_pb2.RequestRef(request_id="x" * 1000, attempt=1)
+    ticket = handoff_pb2.Ticket(request=ref)
+    for call in (
+        lab.stub.Reserve(lab.request([1, 2], GREEDY, request=ref)),
+        lab.stub.Push(decode_pb2.PushRequest(ticket=ticket)),
+        lab.stub.Abort(common_pb2.AbortRequest(request=ref)),
+    ):
+        err = await refused(call)
+        assert (err.code(), "1000 bytes" in str(err.details())) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
 async def test_too_large_for_the_node_is_invalid_and_no_room_now_is_exhausted(model: Model, index_url: str) -> None:
