@@ -49,6 +49,17 @@ async def test_a_drained_node_gets_nothing_any_more(index: EmbeddedServer, model
     assert (code, "no prefill node" in text) == (grpc.StatusCode.UNAVAILABLE, True)
 
 
+async def test_a_node_that_could_not_be_told_to_drain_goes_on_to_serve(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model) as stage:
+        await stage.registry.register(_record("deaf", fleet_pb2.NODE_ROLE_DECODE, "127.0.0.1:1"), ttl_s=60)
+        await until(lambda: len(stage.router.fleet.nodes()) == 3)
+        with pytest.raises(aio.AioRpcError) as caught:
+            await stage.fleet.DrainNode(fleet_pb2.DrainNodeRequest(name="deaf"))
+
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert len(stage.router.fleet.nodes()) == 3
+
+
 async def test_a_request_can_be_explained_and_one_that_was_never_placed_cannot(
     index: EmbeddedServer, model: Path
 ) -> None:

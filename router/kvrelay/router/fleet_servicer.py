@@ -130,8 +130,6 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
             raise InvalidRequestError(f"next_role is {request.next_role}; it must be one of {roles}")
         if request.next_role == ROLE_TO_PB[node.role]:
             raise InvalidRequestError(f"{name} is a {node.role.value} node already")
-        if not request.next_role:  # a node that changes its role says so itself, when it is sure that it can
-            self._fleet.mark_draining(node.incarnation)
         stub = self._fleet.prefill(node) if node.role is Role.PREFILL else self._fleet.decode(node)
         try:
             reply = await stub.Drain(
@@ -139,4 +137,6 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
             )
         except aio.AioRpcError as err:
             raise from_rpc_error(err, peer=name) from err
+        if not request.next_role:  # a node that changes its role says so itself, when it is sure that it can
+            self._fleet.mark_draining(node.incarnation)
         return reply.active_requests
