@@ -1,0 +1,135 @@
+"""How a prompt gets to its decode node: handed over, completed there, or partly fetched from another one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvrelay.index.reader import Confidence
+from kvrelay.router.books import Books
+from kvrelay.router.cost import NodeCost
+from kvrelay.router.decisions import explained
+from kvrelay.router.fleet import NodeView
+from kvrelay.router.placement import Load, Question, place
+from placement_lab import HASHES, PAGE, asked, decode, names, prefill
+
+P, D = prefill("p"), decode("d")
+
+# -- what a decode node computes itself
+
+CHAT = decode("chat", local_tokens=256)
+
+
+def after_a_turn(prompt_tokens: int = 2000, **changes: Any) -> Question:
+    """The decode node has all whole blocks of the conversation but the last few tokens; prefill nodes nothing."""
+    return asked(prompt_tokens, cached_tokens={CHAT.incarnation: 1920}, **changes)
+
+
+def test_a_short_turn_is_completed_by_the_decode_node_that_has_the_conversation() -> None:
+    pair = place([P, D, CHAT], after_a_turn())
+
+    assert (names(pair), pair.remaining_tokens) == (("p", "chat"), 80)
+    assert pair.local is not None
+    assert pair.way.startswith("chat computes the last 80 tokens itself: ")
+    explained_pair = explained(pair, prompt_tokens=2000, confidence=Confidence.EXACT, cached={"chat": 1920})
+    verdicts = {one.name: one.verdict for one in explained_pair.candidates}
+    assert verdicts["chat"] == "chosen: computes what it lacks itself"
+    assert verdicts["p"].startswith("not needed")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "question", "why"),
+    [
+        ([P, D, CHAT], after_a_turn(2200), "no decode node has nearly all"),  # 280 tokens, 256 may be
+        ([P, D, CHAT], asked(100), "no decode node has nearly all"),  # nothing of it is anywhere
+        ([P, decode("chat")], after_a_turn(), "no decode node has nearly all"),  # it computes nothing itself
+        ([P, replace(CHAT, active_requests=60)], after_a_turn(), "chat could compute 80 tokens itself in"),
+        ([P, D, replace(CHAT, free_pages=0)], after_a_turn(), "chat could compute 80 tokens itself in"),
+    ],
+)
+def test_it_is_handed_over_when_that_costs_less_in_all(nodes: list[NodeView], question: Question, why: str) -> None:
+    pair = place(nodes, question)
+
+    assert pair.local is None
+    assert why in pair.way
+
+
+def test_a_decode_nodes_own_speed_counts_once_it_has_measured_it() -> None:
+    slow = replace(CHAT, cost=NodeCost(token_s=1.0, is_measured=True, is_measured_local=True))
+
+    assert place([P, slow], after_a_turn()).local is None
+
+
+def test_a_prompt_that_is_resident_whole_still_computes_its_last_block() -> None:
+    pair = place([P, CHAT], asked(640, cached_tokens={CHAT.incarnation: 640}))
+
+    assert (pair.local is not None, pair.remaining_tokens) == (True, PAGE)
+
+
+def test_what_a_decode_node_computes_itself_is_no_load_of_the_prefill_node_and_no_hit_there() -> None:
+    books = Books()
+    pair = place([P, CHAT], after_a_turn())
+    entry = books.enter(pair, decode_pages=32, hashes=HASHES)
+
+    assert books.loads()[CHAT.incarnation] == Load(1, 80, 32)
+    assert P.incarnation not in books.loads()
+    assert P.incarnation not in dict(books.tentative_blocks(HASHES))
+    entry.release()
+    assert books.accounts == {}
+
+
+# -- what a prefill node fetches
+
+PULLS = prefill("pulls", pulls=True)
+HOLDER = decode("holder")
+
+
+def test_a_prefix_that_only_a_decode_node_has_is_pulled_when_that_is_faster_than_computing_it() -> None:
+    question = asked(4000, cached_tokens={PULLS.incarnation: 1024, HOLDER.incarnation: 3968})
+
+    pair = place([PULLS, D, HOLDER], question)
+
+    assert pair.pull is not None
+    assert (pair.pull.source, pair.pull.upto, pair.pull.tokens) == (HOLDER, 3968, 2944)
+    assert pair.remaining_tokens == 32
+    assert pair.work_s < 0.1 < 2976 * NodeCost().token_s
+    assert "pull from holder 2944 tokens" in pair.way
+
+
+@pytest.mark.parametrize(
+    ("nodes", "held"),
+    [
+        ([P, HOLDER], 3968),  # a ring of several ranks, or one told not to
+        ([PULLS, HOLDER], 1024),  # it has no more than the prefill node
+        ([PULLS, HOLDER], 1088),  # 64 tokens more: computed before the calls are over
+        ([PULLS, replace(HOLDER, links={"pulls": 1e-3})], 3968),  # a slow link
+        ([PULLS, replace(HOLDER, layout_fingerprint=b"other"), D], 3968),
+    ],
+)
+def test_otherwise_it_is_computed(nodes: list[NodeView], held: int) -> None:
+    pair = place(nodes, asked(4000, cached_tokens={PULLS.incarnation: 1024, HOLDER.incarnation: held}))
+
+    assert pair.pull is None
+    assert "pull" not in pair.way
+
+
+def test_the_source_with_the_most_to_save_is_pulled_from() -> None:
+    far = decode("far", links={"pulls": 5e-5})
+    question = asked(4000, cached_tokens={HOLDER.incarnation: 3968, far.incarnation: 3968, D.incarnation: 512})
+
+    pair = place([PULLS, D, far, HOLDER], question)
+
+    assert pair.pull is not None
+    assert pair.pull.source == HOLDER
+
+
+def test_a_source_that_failed_this_request_is_not_asked_again() -> None:
+    other = decode("other", links={"pulls": 5e-5})
+    cached = {HOLDER.incarnation: 3968, other.incarnation: 3968}
+
+    pair = place([PULLS, D, HOLDER, other], asked(4000, cached_tokens=cached, avoid=frozenset({HOLDER.incarnation})))
+
+    assert pair.pull is not None
+    assert pair.pull.source == other
