@@ -22,27 +22,16 @@ from kvrelay.core.errors import (
     UnavailableError,
 )
 from kvrelay.core.layout import PageLayout
-from kvrelay.core.types import Counters, Epoch, FinishReason, Incarnation
+from kvrelay.core.types import Counters, Epoch, Incarnation
 from kvrelay.decode_node.admission import Grant, PageBook
-from kvrelay.decode_node.engine import SequenceState
 from kvrelay.decode_node.held_pages import HeldPages
 from kvrelay.decode_node.intake import Demand, Limits, judge
-from kvrelay.decode_node.local_prefill import Prompt
 from kvrelay.decode_node.local_work import LocalWork
 from kvrelay.decode_node.publisher import Publisher
 from kvrelay.decode_node.records import Records
-from kvrelay.decode_node.requests import Admitted, Ask, Done, First, NodeCrashedError, Phase, Record
-from kvrelay.decode_node.runner import (
-    Chosen,
-    Crashed,
-    Joined,
-    Left,
-    Prefilled,
-    Report,
-    Stepped,
-    StepThread,
-    count_step,
-)
+from kvrelay.decode_node.requests import Ask, NodeCrashedError, Phase, Record
+from kvrelay.decode_node.runner import Crashed, Report, StepThread
+from kvrelay.decode_node.running import RunningRequests
 from kvrelay.kv_transfer.hub_values import AdmittedHandoff
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.kv_transfer.values import Request
@@ -83,12 +72,16 @@ class DecodeNode:
         self._lease_s = lease_s
         self._clock = clock
         self._held = HeldPages(book, layout)
+        self._running = RunningRequests(
+            incarnation, self.records, self.counters, book, publisher, block_tokens=layout.block_tokens
+        )
         self._hub: ReaderHub
         self._steps: StepThread
 
     def wire(self, *, hub: ReaderHub, steps: StepThread) -> None:
         """Make the parts known that report back to this one; once, before the first request."""
         self._hub, self._steps = hub, steps
+        self._running.wire(hub=hub, steps=steps)
 
     @property
     def is_drained(self) -> bool:
@@ -131,7 +124,7 @@ class DecodeNode:
         self.records.add(record)
         self._held.hold(record.key, grant, prompt_tokens=demand.prompt_tokens)
         if computes:
-            self._compute(record)
+            self._running.compute(record)
         return ticket, computes
 
     def open_stream(self, request: Request, epoch: Epoch) -> Record:
@@ -193,15 +186,15 @@ class DecodeNode:
         record.phase = Phase.RUNNING
         finish = record.finish_of_first
         if finish is None:
-            self._join(record)  # first of all: the rest happens while its first step runs
+            self._running.join(record)  # first of all: the rest happens while its first step runs
         else:
             record.events.put_nowait(record.admitted(self._clock()))
             # The hub notes the admission only when this returns.
-            asyncio.get_running_loop().call_soon(self._finish, record, finish)
+            asyncio.get_running_loop().call_soon(self._running.finish, record, finish)
         self.counters.add("relayed_bytes", handoff.relayed_bytes)
         self.counters.add("early_bytes", handoff.early_bytes)
         self.counters.add("resident_tokens", record.resident_tokens)
-        self._cache(record)
+        self._running.cache(record)
 
     def on_failed(self, epoch: Epoch, request: Request, reason: str) -> None:
         """The hand-off, or the request as a whole, ends here; its pages come back by `on_free`."""
@@ -229,22 +222,10 @@ class DecodeNode:
     # ---- what the step thread reports ----
 
     def on_report(self, report: Report) -> None:
-        match report:
-            case Stepped():
-                count_step(self.counters, report)
-                for chosen in report.chosen:
-                    self._on_chosen(self.records.get(chosen.key), chosen, report.step_s)
-            case Prefilled(first, at_s):
-                self._on_prefilled(self.records.get(first.key), first, at_s)
-            case Joined(key, at_s):
-                if (record := self.records.get(key)) is not None:
-                    record.events.put_nowait(record.admitted(at_s))
-            case Left(key):
-                if (record := self.records.get(key)) is not None:
-                    record.phase = Phase.OVER
-                self._hub.released(Epoch(self.incarnation, key))
-            case Crashed(reason):
-                self.crash(f"step thread: {reason}")
+        if isinstance(report, Crashed):
+            self.crash(f"step thread: {report.reason}")
+        else:
+            self._running.on_report(report)
 
     def crash(self, reason: str) -> None:
         """A bug has ended a part of this process: tell every request, and that the process must exit."""
@@ -282,68 +263,9 @@ class DecodeNode:
             lease_s=self._lease_s,
         )
 
-    def _join(self, record: Record) -> None:
-        sequence, sampler = record.sequence(first_token=record.output[0]), record.sampler()
-        sampler.observe(record.output[0])
-        self._steps.join(sequence, SequenceState.of(record.pages, sampler))
-
-    def _compute(self, record: Record) -> None:
-        """Let the step thread complete a prompt; from here on it uses the pages."""
-        self._hub.claim(record.epoch)
-        record.computes = record.prompt_tokens - record.resident_tokens
-        record.phase = Phase.RUNNING
-        record.events.put_nowait(Admitted(None, record.resident_tokens, 0.0))
-        self.counters.add("resident_tokens", record.resident_tokens)
-        prompt = Prompt(record.sequence(first_token=None), record.ask.prompt_T, record.resident_tokens)
-        self._steps.compute(prompt, SequenceState.of(record.pages, record.sampler()))
-
-    def _on_prefilled(self, record: Record | None, first: Chosen, at_s: float) -> None:
-        if record is None or record.phase is not Phase.RUNNING:
-            return  # given up while the chunk ran: `Left` follows
-        if isinstance(first.token, ServeError):
-            self._over(record, first.token)
-            return
-        record.output.append(first.token.token_id)
-        record.events.put_nowait(First(first.token, at_s - record.began_s, record.computes))
-        self.counters.add("local_prefills")
-        self.counters.add("local_prefill_tokens", record.computes)
-        self._cache(record)
-        if first.finish is not None:
-            self._finish(record, first.finish)
-
-    def _on_chosen(self, record: Record | None, chosen: Chosen, step_s: float) -> None:
-        if record is None or record.phase is not Phase.RUNNING:
-            return  # given up while the step ran: `Left` follows
-        if isinstance(chosen.token, ServeError):
-            self._over(record, chosen.token)
-            return
-        record.num_steps += 1
-        record.steps_s += step_s
-        record.output.append(chosen.token.token_id)
-        record.events.put_nowait(chosen.token)
-        if chosen.finish is not None:
-            self._cache(record)
-            self._finish(record, chosen.finish)
-
-    def _finish(self, record: Record, reason: FinishReason) -> None:
-        if record.phase is Phase.RUNNING:
-            self._over(record, record.done(reason))
-
-    def _over(self, record: Record, last: Done | ServeError) -> None:
-        """End a request whose pages the step thread has let go of."""
-        record.phase = Phase.OVER
-        record.events.put_nowait(last)
-        self.counters.add("requests_failed" if isinstance(last, ServeError) else "requests_finished")
-        self._hub.released(record.epoch)
-
     def _give_up(self, record: Record, error: ServeError) -> None:
         """End a request from our side; nothing happens when it is over or leaving already."""
         if record.phase in (Phase.WAITING, Phase.RUNNING):
             record.error = error
             self._hub.abort(record.ask.request, str(error))
             assert record.phase in (Phase.LEAVING, Phase.OVER), f"{record.epoch} outlives its abort"
-
-    def _cache(self, record: Record) -> None:
-        """Cache and publish all blocks that are written."""
-        hashes = record.written_hashes(self._layout.block_tokens)
-        self._publisher.publish(self.book.cache_blocks(hashes, record.pages))
