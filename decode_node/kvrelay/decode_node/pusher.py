@@ -29,9 +29,18 @@ class Pusher:
     """All pushes of a node. Owned by the event loop."""
 
     def __init__(
-        self, *, node: Incarnation, book: PageBook, pool: LatentPool, thread: TransferThread, limits: Limits
+        self,
+        *,
+        node: Incarnation,
+        book: PageBook,
+        pool: LatentPool,
+        thread: TransferThread,
+        limits: Limits,
+        max_push_s: float,
     ) -> None:
+        """`max_push_s`: longest time that a ticket may give a push, which holds blocks and delays a drain so long."""
         self.counters = Counters()
+        self._max_push_s = max_push_s
         self._sums = ThreadPoolExecutor(1, thread_name_prefix="push", initializer=pool.bind_thread)
         self._node = node
         self._book = book
@@ -52,12 +61,14 @@ class Pusher:
 
         Raises:
             StaleMessageError: some block is not here any more, or the ticket names another writer.
-            InvalidRequestError, LayoutMismatchError: the ticket is not for these blocks.
+            InvalidRequestError, LayoutMismatchError: the ticket is not for these blocks, or lasts too long.
             TransferError: it failed; the asker has been told by the session.
         """
         ticket, layout = request.ticket, self._pool.layout
         if ticket.prompt_tokens != len(request.block_hashes) * layout.block_tokens:
             raise InvalidRequestError(f"a ticket for {ticket.prompt_tokens} tokens, {len(request.block_hashes)} blocks")
+        if ticket.timeout_ms > self._max_push_s * 1000:
+            raise InvalidRequestError(f"a ticket for {ticket.timeout_ms / 1000:g} s; at most {self._max_push_s:g}")
         pages = self._book.pin(request.block_hashes)
         try:
             endpoint = WriterEndpoint(

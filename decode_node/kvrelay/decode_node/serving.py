@@ -107,6 +107,7 @@ class DecodeServer:
             limits=local.Limits(
                 fence_timeout_s=settings.fence_timeout_s, max_message_bytes=settings.max_message_bytes, tls=self._tls
             ),
+            max_push_s=settings.max_request_s,
         )
         self._presence = Presence(
             NodeRegistry(settings.index_url, settings.fleet),

@@ -49,6 +49,14 @@ async def test_a_request_id_that_a_log_would_have_to_carry_is_bounded(lab: Lab) 
         assert (err.code(), "1000 bytes" in str(err.details())) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
+async def test_a_push_holds_blocks_no_longer_than_a_request_may_take(model: Model, index_url: str) -> None:
+    async with running(model, index_url, max_request_s=60.0) as lab:
+        ticket = handoff_pb2.Ticket(request=common_pb2.RequestRef(request_id="r", attempt=1), timeout_ms=61_000)
+        err = await refused(lab.stub.Push(decode_pb2.PushRequest(ticket=ticket)))
+        assert err.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "61 s; at most 60" in str(err.details())
+
+
 async def test_too_large_for_the_node_is_invalid_and_no_room_now_is_exhausted(model: Model, index_url: str) -> None:
     async with running(model, index_url, num_pages=10) as lab:
         err = await refused(lab.stub.Reserve(lab.request([1] * 640, GREEDY)))
