@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from kvrelay.core import otel
 from kvrelay.core.drain import DrainRequests
@@ -66,8 +68,11 @@ async def serve(
     sys.setswitchinterval(_SWITCH_S)
     try:
         return await _serve(settings, loaded, node, agent, asked)
-    finally:
-        sys.setswitchinterval(usual_s)  # for the role that may follow
+    finally:  # of this role nothing stays behind for one that may follow
+        sys.setswitchinterval(usual_s)
+        watch_loop(asyncio.get_running_loop(), die)
+        agent.on_fatal = partial(die, "the transfer thread died")
+        gc.collect()  # recorded steps hold device memory, and lie in cycles
 
 
 async def _serve(

@@ -140,9 +140,8 @@ class StepThread:
         self._on_report = on_report
         self._clock = clock
         self._commands: queue.SimpleQueue[Join | Compute | Leave | Wake | None] = queue.SimpleQueue()
-        self.step_times = TimeFit(
-            prefer_start=True
-        )  # x: sequences of a step, y: tokens of context that they have together
+        # x: sequences of a step, y: tokens of context that they have together
+        self.step_times = TimeFit(prefer_start=True)
         self.chunk_times = TimeFit()  # x: tokens of a chunk, y: pairs of them with what they see
         self._busy_since_s: float | None = None  # last sign of progress; None while there is nothing to do
         self._last_step_s = -math.inf

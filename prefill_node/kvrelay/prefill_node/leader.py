@@ -75,7 +75,7 @@ class Load:
 
     @property
     def is_empty(self) -> bool:
-        """No page is held for any request or hand-off."""
+        """No page is held for any request or its hand-off; pulls are not counted."""
         return not (self.active_jobs or self.queued_jobs or self.closing_jobs)
 
 

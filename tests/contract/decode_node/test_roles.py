@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvrelay.core.lifecycle import Ending, StopSignals
 from kvrelay.core.types import Incarnation
 from kvrelay.decode_node import app
 from kvrelay.decode_node.data_plane import start_decode_agent
+from kvrelay.decode_node.engine import DecodeEngine
 from kvrelay.decode_node.settings import DecodeSettings
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.loaded import Loaded
@@ -20,8 +22,12 @@ from kvrelay.model.transformer import Model
 _ALIVE: list[object] = []  # registered memory stays mapped until the process exits
 
 
-async def test_threads_change_places_sooner_for_as_long_as_the_process_decodes(model: Model, index_url: str) -> None:
-    usual_s = sys.getswitchinterval()
+def engines() -> list[DecodeEngine]:
+    return [one for one in gc.get_objects() if type(one) is DecodeEngine]
+
+
+async def test_of_the_time_as_a_decode_node_nothing_stays_behind(model: Model, index_url: str) -> None:
+    usual_s, of_other_tests = sys.getswitchinterval(), engines()
     given: dict[str, Any] = {"model": "as loaded", "name": "decode", "index_url": index_url, "lame_duck_s": 0.0}
     settings = DecodeSettings(**given)
     pool = LatentPool(model.layout(block_tokens=BLOCK_TOKENS), 50, CPU)
@@ -35,4 +41,5 @@ async def test_threads_change_places_sooner_for_as_long_as_the_process_decodes(m
 
     assert await serving is Ending.SWITCHES
     assert sys.getswitchinterval() == usual_s
+    assert engines() == of_other_tests  # with an engine goes its memory on a device
     await asyncio.to_thread(agent.transfer.stop)
