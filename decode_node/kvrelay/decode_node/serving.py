@@ -226,8 +226,8 @@ class DecodeServer:
             await asyncio.to_thread(self._metrics.stop)
         await self._presence.leave(self.node.incarnation)
         await self._writer.stop()
+        await asyncio.to_thread(self._steps.stop)  # not the last: its helper thread lets go of it a moment later
         await self._server.stop(_STOP_GRACE_S)
-        await asyncio.to_thread(self._steps.stop)
         self._agent.last_epoch = self._hub.last_epoch
 
     def stats(self) -> common_pb2.NodeStats:
