@@ -155,3 +155,27 @@ async def until_health(stage: Stage, wanted: int) -> None:
     async with asyncio.timeout(10):
         while await stage.health() != wanted:  # noqa: ASYNC110 - health is asked for, it does not call
             await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("name", ["e" * 1_000_000, "ä" * 500_000], ids=["ascii", "percent-encoded"])
+async def test_an_error_that_quotes_a_huge_name_keeps_its_status(index: EmbeddedServer, model: Path, name: str) -> None:
+    async with playing(index, model) as stage:
+        with pytest.raises(aio.AioRpcError) as unknown_request:
+            await stage.fleet.Explain(fleet_pb2.ExplainRequest(request_id=name))
+        with pytest.raises(aio.AioRpcError) as unknown_node:
+            await stage.fleet.DrainNode(fleet_pb2.DrainNodeRequest(name=name))
+
+    told = unknown_request.value, unknown_node.value
+    assert [one.code() for one in told] == [grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT]
+    assert (told[1].details() or "").endswith("known: decode, prefill")
+
+
+async def test_a_draining_node_that_has_the_role_already_says_that_it_drains(
+    index: EmbeddedServer, model: Path
+) -> None:
+    async with playing(index, model) as stage:
+        await stage.fleet.DrainNode(fleet_pb2.DrainNodeRequest(name="prefill"))
+        with pytest.raises(aio.AioRpcError, match="prefill node already; it is draining"):
+            await stage.fleet.DrainNode(
+                fleet_pb2.DrainNodeRequest(name="prefill", next_role=fleet_pb2.NODE_ROLE_PREFILL)
+            )

@@ -38,6 +38,14 @@ async def test_who_is_also_asked_to_leave_does_not_change_its_role() -> None:
     assert [*endings, asked.ending] == [Ending.SWITCHES, Ending.LEAVES]
 
 
+async def test_who_was_asked_to_leave_refuses_a_change_of_role() -> None:
+    asked = DrainRequests(StopSignals(), why_no_switch="")
+    asked.ask()
+    with pytest.raises(InvalidRequestError, match="asked to leave"):
+        asked.ask(switch_role=True)
+    assert asked.ending is Ending.LEAVES
+
+
 async def test_a_change_of_role_is_carried_out_once() -> None:
     asked = DrainRequests(StopSignals(), why_no_switch="")
     asked.ask(switch_role=True)

@@ -32,13 +32,15 @@ class DrainRequests:
         """Ask for a drain, and then for the end or, with `switch_role`, for the other role.
 
         Raises:
-            InvalidRequestError: this process has no other role.
+            InvalidRequestError: this process has no other role, or was asked to leave.
         """
         if not switch_role:
             self._stop.ask()
             return
         if self._why_no_switch:
             raise InvalidRequestError(self._why_no_switch)
+        if self._stop.asked:
+            raise InvalidRequestError("this node was asked to leave before; it does not change its role any more")
         self._switch.set()
 
     def role_decided(self) -> None:

@@ -23,6 +23,7 @@ from kvrelay.core.errors import (
 RETRY_KEY = "retry-elsewhere"
 RETRY_AFTER_KEY = "retry-after-ms"
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"  # gRPC clients with a retry policy wait this long by themselves
+_MOST_BYTES = 2048  # of an error's text: gRPC writes up to three per byte into trailers that clients refuse from 8 KiB
 _BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -42,7 +43,18 @@ async def grpc_status(context: aio.ServicerContext[Any, Any]) -> AsyncIterator[N
         yield
     except ServeError as err:
         context.set_trailing_metadata((*_retry_hints(err), (RETRY_KEY, str(int(err.retry_elsewhere)))))
-        await context.abort(_BY_NUMBER[err.status.value], str(err))
+        await context.abort(_BY_NUMBER[err.status.value], _shortened(str(err)))
+
+
+def _shortened(text: str) -> str:
+    """Leave out the middle of a long text: it may quote what a client sent, and a client that refuses it sees
+    RESOURCE_EXHAUSTED instead of the status."""
+    sent = text.encode(errors="replace")
+    if len(sent) <= _MOST_BYTES:
+        return text
+    half = _MOST_BYTES // 2
+    start, end = sent[:half].decode(errors="ignore"), sent[-half:].decode(errors="ignore")
+    return f"{start} [... {len(sent)} bytes in all ...] {end}"
 
 
 def _retry_hints(err: ServeError) -> tuple[tuple[str, str], ...]:

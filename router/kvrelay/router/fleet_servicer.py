@@ -129,7 +129,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         if request.next_role and request.next_role not in roles:
             raise InvalidRequestError(f"next_role is {request.next_role}; it must be one of {roles}")
         if request.next_role == ROLE_TO_PB[node.role]:
-            raise InvalidRequestError(f"{name} is a {node.role.value} node already")
+            draining = "; it is draining, to leave or to take the other role" if node.draining else ""
+            raise InvalidRequestError(f"{name} is a {node.role.value} node already{draining}")
         stub = self._fleet.prefill(node) if node.role is Role.PREFILL else self._fleet.decode(node)
         try:
             reply = await stub.Drain(
