@@ -57,6 +57,7 @@ def test_every_line_that_names_a_request_carries_its_id(cluster: Cluster) -> Non
     answered = cluster.generate([8, 9, 10], max_tokens=4, ignore_eos=True).accepted.request_id
     call = cluster.inference.Generate(a_request([11, 12, 13], max_tokens=1500, ignore_eos=True), timeout=30)
     given_up = next(event.accepted.request_id for event in call if event.WhichOneof("event") == "accepted")
+    next(event for event in call if event.WhichOneof("event") == "tokens")  # all three have it now
     call.cancel()
 
     def of(request_id: str) -> list[dict[str, Any]]:

@@ -22,6 +22,8 @@ TASKS_OTHERS_LOOK_AFTER = {
     "registration.py",  # a task group
     "app.py",  # waits for events
     "drain.py",  # waits for events
+    "servicer.py",  # a pull: its request waits for it and raises what it raised
+    "puller.py",  # a push: the pull that began it waits for it
 }
 
 
