@@ -7,6 +7,7 @@ not carry it, so a client can talk to routers only.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ class Tls:
         """Read the files; nothing when no CA is named: then everything is plain text.
 
         Raises:
-            SettingsError: a file cannot be read, or a certificate comes without its key.
+            SettingsError: a file cannot be read or is not PEM, or a certificate comes without its key.
         """
         if not ca:
             if cert or key:
@@ -40,7 +41,9 @@ class Tls:
             return None
         if bool(cert) != bool(key):
             raise SettingsError("a TLS certificate needs its key and the other way round")
-        return cls(_read(ca), _read(cert) if cert else None, _read(key) if key else None)
+        tls = cls(_read(ca), _read(cert) if cert else None, _read(key) if key else None)
+        _check(ca, cert, key)
+        return tls
 
     def server_credentials(
         self, *, require_client_cert: bool = True, on_handshake: Callable[[], None] = lambda: None
@@ -85,3 +88,23 @@ def _read(path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as err:
         raise SettingsError(f"cannot read {path}: {err.strerror}") from err
+
+
+def _check(ca: str, cert: str, key: str) -> None:
+    """Refuse what gRPC would only report as a port that cannot be bound, or as a server that cannot be reached.
+
+    Raises:
+        SettingsError: a file holds no certificate or key, or the key is not the certificate's.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how strong keys must be is not decided here
+    try:
+        context.load_verify_locations(cafile=ca)
+    except ssl.SSLError as err:
+        raise SettingsError(f"{ca} holds no CA certificate in PEM: {err}") from err
+    if not cert:
+        return
+    try:
+        context.load_cert_chain(cert, key, password=lambda: "")  # without it an encrypted key would ask the terminal
+    except ssl.SSLError as err:
+        raise SettingsError(f"{cert} and {key} are no certificate with its unencrypted key, in PEM: {err}") from err
