@@ -1,9 +1,19 @@
 """The checkpoint that ships with the package: its size, its tokenizer and, with transformers, an answer."""
 
+import re
+
 import pytest
+import torch
 from tokenizers import Tokenizer
 
+from kvrelay.core.types import Sampling
+from kvrelay.kvcache.pool import LatentPool
+from kvrelay.model.checkpoint import load_model
 from kvrelay.model.embedded_path import embedded_checkpoint
+from kvrelay.model.single import SingleEngine
+from kvrelay.router.model_files import read_model_files
+from kvrelay.router.tokenizer import PromptTokenizer
+from repo import ROOT
 
 
 def test_the_folder_is_at_most_24_mib() -> None:
@@ -19,6 +29,19 @@ def test_the_tokenizer_gives_any_text_back(text: str) -> None:
 def test_digits_are_single_tokens() -> None:
     tokenizer = Tokenizer.from_file(str(embedded_checkpoint() / "tokenizer.json"))
     assert tokenizer.encode(" 48213", add_special_tokens=False).tokens == ["Ġ", "4", "8", "2", "1", "3"]
+
+
+def test_the_question_that_the_readme_shows_is_answered() -> None:
+    [question] = re.findall(r'generate --chat "(.*?)"', (ROOT / "README.md").read_text())
+    files, device = read_model_files(embedded_checkpoint()), torch.device("cpu")
+    assert files.tokenizer is not None
+    model = load_model(embedded_checkpoint(), dtype="float32", device=device, max_model_len=None)
+    engine = SingleEngine(model, LatentPool(model.layout(block_tokens=64), 4, device))
+
+    prompt = PromptTokenizer(files).chat([("user", question)]).tolist()
+    answer = engine.generate(prompt, Sampling(max_tokens=8, stop_token_ids=files.eos_token_ids))
+
+    assert files.tokenizer.decode([one.token_id for one in answer], skip_special_tokens=True) == " green"
 
 
 @pytest.mark.full

@@ -65,7 +65,8 @@ def run_fence(options: argparse.Namespace) -> int:
             reply = fleet_pb2_grpc.FleetStub(channel).FenceNode(request, timeout=CALL_TIMEOUT_S)
     except grpc.RpcError as err:
         return _failed(err)
-    print(f"{options.node} is fenced on {', '.join(sorted(reply.told)) or 'no node'}: {reply.pages} pages come back")
+    fenced = f"{options.node} is" if options.start_id else f"lives of {options.node} that are not registered are"
+    print(f"{fenced} fenced on {', '.join(sorted(reply.told)) or 'no node'}: {reply.pages} pages come back")
     if reply.unreached:
         print(f"not reached: {', '.join(sorted(reply.unreached))}", file=sys.stderr)
     return 1 if reply.unreached else 0

@@ -104,7 +104,7 @@ async def _serve(
 ) -> None:
     asked = DrainRequests(
         StopSignals(asyncio.get_running_loop()),
-        why_no_switch=f"{node.name} is a ring of {len(ranks)} ranks; only a node of one rank can change its role",
+        why_no_switch=f"this is a ring of {len(ranks)} ranks; only a node of one rank can change its role",
     )
     agent = start_rank_agent(loaded, settings, node, 0, on_fatal=lambda: die("the transfer thread died"))
     await serve(
