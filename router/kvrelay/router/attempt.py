@@ -198,11 +198,13 @@ class Attempt:
             await self._legs.stop(Role.DECODE)
             self._shared.background.run(self._legs.finish(Role.PREFILL, SETTLE_TIMEOUT_S))
             return
-        await self._legs.stop_all()
-        for role in self._begun:
-            # A request that ended with its first token leaves decode's reservation; prefill ends by itself.
-            if role is Role.DECODE or not self.finished:
-                self._shared.background.run(self._abort(role))
+        try:
+            await self._legs.stop_all()
+        finally:  # also when the call is cancelled just now, as at its deadline: nobody else tells the nodes
+            for role in self._begun:
+                # A request that ended with its first token leaves decode's reservation; prefill ends by itself.
+                if role is Role.DECODE or not self.finished:
+                    self._shared.background.run(self._abort(role))
 
     async def _abort(self, role: Role) -> None:
         reason = "ended with the first token" if self.finished else "the other leg or the client is gone"

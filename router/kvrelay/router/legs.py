@@ -93,8 +93,12 @@ class Legs:
             await asyncio.gather(task, return_exceptions=True)
 
     async def stop_all(self) -> None:
-        for role in tuple(self._tasks):
-            await self.stop(role)
+        """Cancel all legs and wait until their calls are gone; cancelled in between, it leaves none running."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def finish(self, role: Role, timeout_s: float) -> None:
         """Let one leg run to its own end, for a bounded time."""

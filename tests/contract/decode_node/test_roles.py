@@ -41,5 +41,5 @@ async def test_of_the_time_as_a_decode_node_nothing_stays_behind(model: Model, i
 
     assert await serving is Ending.SWITCHES
     assert sys.getswitchinterval() == usual_s
-    assert engines() == of_other_tests  # with an engine goes its memory on a device
+    assert not [one for one in engines() if one not in of_other_tests]  # with an engine goes its memory on a device
     await asyncio.to_thread(agent.transfer.stop)

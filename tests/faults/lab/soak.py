@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ class Soak:
             if timer is not None:
                 timer.cancel()
         wanted = golden(plan.which, plan.num_tokens, max(OUTPUT))[: plan.num_output]
-        return "right" if tuple(answer.token_ids) == wanted else f"wrong text {answer.token_ids[:8]}, not {wanted[:8]}"
+        return "right" if tuple(answer.token_ids) == wanted else f"wrong text: {_difference(answer.token_ids, wanted)}"
 
     def _note(self, plan: Plan, outcome: str, began_s: float, ended_s: float) -> None:
         result = self._result
@@ -247,3 +247,13 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def _difference(got: Sequence[int], wanted: Sequence[int]) -> str:
+    """Say where an answer leaves what was wanted."""
+    at = next(
+        (at for at, (one, other) in enumerate(zip(got, wanted, strict=False)) if one != other),
+        min(len(got), len(wanted)),
+    )
+    ours, theirs = list(got[at : at + 8]), list(wanted[at : at + 8])
+    return f"{len(got)} tokens of {len(wanted)}, from token {at} on {ours}, not {theirs}"
