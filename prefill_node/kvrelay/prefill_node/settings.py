@@ -32,8 +32,9 @@ class PrefillSettings(NodeSettings):
         ge=0,
         description="most rows per rank of one rotating block of earlier tokens; 0 = 4096 on CPUs, 32768 on GPUs",
     )
+    # Off: in one of about 3,200 requests of a soak with fetches an answer was wrong, and the cause is not known yet.
     pull_timeout_s: float = Field(
-        10.0, ge=0, description="longest time to fetch cached tokens from another node before computing them; 0 = never"
+        0.0, ge=0, description="longest time to fetch cached tokens from another node before computing them; 0 = never"
     )
     group_timeout_s: float = Field(
         10.0, gt=2.5, description="a ring whose rank is silent this long leaves as a whole; ticks come every 2 s"

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,16 @@ class Soak:
                 continue  # that process is just being restarted
 
 
+def _difference(got: Sequence[int], wanted: Sequence[int]) -> str:
+    """Say where an answer leaves what was wanted."""
+    at = next(
+        (at for at, (one, other) in enumerate(zip(got, wanted, strict=False)) if one != other),
+        min(len(got), len(wanted)),
+    )
+    ours, theirs = list(got[at : at + 8]), list(wanted[at : at + 8])
+    return f"{len(got)} tokens of {len(wanted)}, from token {at} on {ours}, not {theirs}"
+
+
 def _part(kind: str) -> Strike:
     def strike(fleet: Fleet, dice: random.Random) -> None:
         node = dice.choice(NODES[:2])
@@ -227,12 +237,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000)
     parser.add_argument("--out", type=Path, help="file for the result, as JSON")
+    parser.add_argument("--pulls", action="store_true", help="let prefill nodes fetch blocks from decode nodes too")
     options = parser.parse_args()
+    spec = replace(SPEC, environ={"KVRELAY_PREFILL_PULL_TIMEOUT_S": "10" if options.pulls else "0"})
     result, began = Result(options.seed, options.minutes), conditions.now()
     sys.stdout.write(f"soak: seed {options.seed}, {options.minutes:g} minutes\n")
     for which in range(NUM_PROMPTS):
         golden(which, random.Random(which).randrange(1, LONGEST), max(OUTPUT))
-    with running(SPEC) as fleet:
+    with running(spec) as fleet:
         Soak(fleet, result).run(options.minutes)
         logs = "" if result.good else fleet.logs()
     text = json.dumps({**began, **result.shown()}, indent=1) + "\n"
@@ -247,13 +259,3 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-def _difference(got: Sequence[int], wanted: Sequence[int]) -> str:
-    """Say where an answer leaves what was wanted."""
-    at = next(
-        (at for at, (one, other) in enumerate(zip(got, wanted, strict=False)) if one != other),
-        min(len(got), len(wanted)),
-    )
-    ours, theirs = list(got[at : at + 8]), list(wanted[at : at + 8])
-    return f"{len(got)} tokens of {len(wanted)}, from token {at} on {ours}, not {theirs}"
