@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from cluster.cluster import Cluster, Spec
-from idle_yardstick import dearness
+from idle_yardstick import assert_idle
 from oracle_data import oracle_folder, recording
 
 ORACLE = "v3_dense"
@@ -30,7 +30,6 @@ def test_an_idle_cluster_uses_under_5_percent_of_a_core_and_a_node_under_2(clust
 
     assert after.keys() == before.keys()
     used = {pid: (after[pid] - before[pid]) / WINDOW_S for pid in after}
-    dear = dearness()
-    assert sum(used.values()) < 0.05 * dear, (used, dear)
+    assert_idle(sum(used.values()), 0.05, used)
     for name, of_node in pids.items():
-        assert sum(used[pid] for pid in of_node) < 0.02 * dear * len(of_node), (name, used, dear)
+        assert_idle(sum(used[pid] for pid in of_node), 0.02 * len(of_node), (name, used))

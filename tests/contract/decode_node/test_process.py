@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from decode_lab import CPU, PrefillSide
-from idle_yardstick import dearness
+from idle_yardstick import assert_idle
 from kvrelay.core.types import Incarnation, Sampling
 from kvrelay.index.server import EmbeddedServer
 from kvrelay.model.checkpoint import load_model
@@ -141,7 +141,7 @@ def test_an_idle_node_uses_less_than_two_percent_of_a_core(node: Node) -> None:
     time.sleep(4.0)
     after = process.cpu_times()
     used_s = after.user + after.system - before.user - before.system
-    assert used_s / 4.0 < 0.02 * dearness()
+    assert_idle(used_s / 4.0, 0.02)
 
 
 @pytest.fixture
