@@ -15,7 +15,6 @@ import numpy as np
 from grpc import aio
 
 from kvrelay.core import shard
-from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Counters, Epoch, Incarnation, PageRun, SampledToken
@@ -30,6 +29,7 @@ from kvrelay.kv_transfer.endpoint import (
     WriterEndpoint,
 )
 from kvrelay.kv_transfer.fence_cells import HostCells
+from kvrelay.kv_transfer.hub_servicer import HubServicer
 from kvrelay.kv_transfer.transport import Transport, agent_name
 from kvrelay.kv_transfer.values import MAX_RING_SIZE, Request
 from kvrelay.kvcache.checksum import checksum_ranges
@@ -88,24 +88,20 @@ def transfer_thread(
         thread.stop()
 
 
-class _Servicer(decode_pb2_grpc.DecodeNodeServicer):
+class _CutServicer(HubServicer):
+    """The real service, over a network that can lose what it answers."""
+
     def __init__(self, side: Reader) -> None:
-        self._side, self._hub = side, side.hub
+        super().__init__(side.hub)
+        self._side = side
 
     async def Attach(
         self, request_iterator: AsyncIterator[handoff_pb2.WriterEvent], context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[handoff_pb2.ReaderEvent]:
-        async for event in self._hub.attach(request_iterator, context):
+        async for event in super().Attach(request_iterator, context):
             if self._side.loses_answers:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the network was cut")
             yield event
-
-    async def Fenced(
-        self, request: decode_pb2.FencedRequest, context: aio.ServicerContext[Any, Any]
-    ) -> decode_pb2.FencedReply:
-        async with grpc_status(context):
-            self._hub.fenced(request)
-        return decode_pb2.FencedReply()
 
 
 @dataclass
@@ -182,7 +178,7 @@ async def reader(kind: str, *, num_pages: int = 64, wrap: Wrap = as_it_is) -> As
         server = await serve(
             listen="127.0.0.1:0",
             add_services=lambda s: decode_pb2_grpc.add_DecodeNodeServicer_to_server(
-                _Servicer(side),  # type: ignore[abstract]
+                _CutServicer(side),  # type: ignore[abstract]
                 s,
             ),
             services=[decode_pb2.DESCRIPTOR.services_by_name["DecodeNode"]],

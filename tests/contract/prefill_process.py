@@ -21,6 +21,7 @@ from grpc import aio
 from handoff_lab import ticking
 from kvrelay.core.types import Counters, Epoch, Incarnation
 from kvrelay.index.registry import NodeRegistry
+from kvrelay.kv_transfer import hub_servicer
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.fence_cells import HostCells
 from kvrelay.kv_transfer.hub_values import AdmittedHandoff, HubCallbacks
@@ -104,15 +105,6 @@ def prefill_node(
             process.wait()
 
 
-class _AttachService(decode_pb2_grpc.DecodeNodeServicer):
-    def __init__(self, hub: ReaderHub) -> None:
-        self._hub = hub
-
-    async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[handoff_pb2.ReaderEvent]:
-        async for event in self._hub.attach(request_iterator, context):
-            yield event
-
-
 @dataclass
 class DecodePeer:
     """Pages, hub and Attach service of a decode node, without the model behind it."""
@@ -186,7 +178,7 @@ async def decode_peer(folder: Path, *, name: str = "decode-for-tests") -> AsyncI
         node=node, endpoint="", pool=local, cells=cells, thread=thread, callbacks=callbacks, limits=Limits()
     )
     server = aio.server()
-    decode_pb2_grpc.add_DecodeNodeServicer_to_server(_AttachService(hub), server)  # type: ignore[abstract]
+    hub_servicer.add_to_server(hub, server)
     hub.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     timer = asyncio.create_task(ticking(hub))

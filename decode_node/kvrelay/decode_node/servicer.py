@@ -16,13 +16,16 @@ from kvrelay.core.types import SampledToken
 from kvrelay.decode_node.node import DecodeNode
 from kvrelay.decode_node.pusher import Pusher
 from kvrelay.decode_node.requests import Admitted, Ask, Done, Event, First, Record
+from kvrelay.kv_transfer.hub_servicer import HubServicer
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.kv_transfer.wire import request_from_pb
 from kvrelay.proto import convert
-from kvrelay.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
+from kvrelay.proto.v1 import common_pb2, decode_pb2
 
 
-class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
+class DecodeServicer(HubServicer):
+    """The whole service; what writers call is the hub's part."""
+
     def __init__(
         self,
         node: DecodeNode,
@@ -34,9 +37,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
         stats: Callable[[], common_pb2.NodeStats],
         pusher: Pusher,
     ) -> None:
+        super().__init__(hub)
         self._node = node
         self._pusher = pusher
-        self._hub = hub
         self._lease_s = lease_s
         self._max_request_s = max_request_s
         self._drain = drain
@@ -50,12 +53,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
             with _span("reserve", request.request, context):
                 ticket, computes = await self._node.reserve(_ask(request, self._max_request_s))
                 return decode_pb2.ReserveReply(ticket=ticket, computes=computes)
-
-    async def Attach(
-        self, request_iterator: AsyncIterator[handoff_pb2.WriterEvent], context: aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[handoff_pb2.ReaderEvent]:
-        async for event in self._hub.attach(request_iterator, context):
-            yield event
 
     async def Decode(
         self, request: decode_pb2.DecodeRequest, context: aio.ServicerContext[Any, Any]
@@ -95,13 +92,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
     ) -> common_pb2.NodeStats:
         return self._stats()
 
-    async def Fenced(
-        self, request: decode_pb2.FencedRequest, context: aio.ServicerContext[Any, Any]
-    ) -> decode_pb2.FencedReply:
-        async with grpc_status(context):
-            self._hub.fenced(request)
-        return decode_pb2.FencedReply()
-
     async def Push(
         self, request: decode_pb2.PushRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.PushReply:
@@ -109,14 +99,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeNodeServicer):
             convert.check_request_id(request.ticket.request.request_id)
             with _span("push", request.ticket.request, context):
                 return decode_pb2.PushReply(pushed_tokens=await self._pusher.push(request))
-
-    async def FenceWriter(
-        self, request: decode_pb2.FenceWriterRequest, context: aio.ServicerContext[Any, Any]
-    ) -> decode_pb2.FenceWriterReply:
-        alive = convert.incarnation_from_pb(request.alive) if request.HasField("alive") else None
-        writer = request.writer
-        pages = self._hub.fence(writer.name, start_id=writer.start_id, alive=alive, why="fenced by an operator")
-        return decode_pb2.FenceWriterReply(pages=pages)
 
 
 def _span(

@@ -9,16 +9,15 @@ from grpc import aio
 
 from kvrelay.core.supervise import keep
 from kvrelay.core.types import Incarnation
+from kvrelay.kv_transfer import hub_servicer
 from kvrelay.kv_transfer.pool_agent import PoolAgent, local_pool
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node.control import RingControl
-from kvrelay.prefill_node.pull_servicer import PullServicer
 from kvrelay.prefill_node.puller import Puller
 from kvrelay.prefill_node.settings import PrefillSettings
 from kvrelay.prefill_node.wiring import transfer_limits
 from kvrelay.prefill_node.writer_watch import watch_writers
-from kvrelay.proto.v1 import decode_pb2_grpc
 
 
 class Pulls:
@@ -59,7 +58,7 @@ class Pulls:
 
     def serve_on(self, server: aio.Server) -> None:
         """Add what the nodes that are pulled from call."""
-        decode_pb2_grpc.add_DecodeNodeServicer_to_server(PullServicer(self._hub), server)  # type: ignore[abstract]
+        hub_servicer.add_to_server(self._hub, server)
 
     def start(self, endpoint: str) -> None:
         """Begin; `endpoint` is where they call it."""

@@ -1,4 +1,4 @@
-"""What a prefill node serves to the nodes that it pulls from: the reader's end of a hand-off, and nothing else."""
+"""What a node serves to those that write into its pages, whoever they are: the gRPC side of a `ReaderHub`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from kvrelay.proto import convert
 from kvrelay.proto.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2
 
 
-class PullServicer(decode_pb2_grpc.DecodeNodeServicer):
-    """Attach, Fenced and FenceWriter of DecodeNode; whatever else is called is UNIMPLEMENTED."""
+class HubServicer(decode_pb2_grpc.DecodeNodeServicer):
+    """Attach, Fenced and FenceWriter of DecodeNode. A node that also decodes adds the rest; otherwise, as on a prefill
+    node that pulls, the rest is UNIMPLEMENTED.
+    """
 
     def __init__(self, hub: ReaderHub) -> None:
         self._hub = hub
@@ -39,3 +41,8 @@ class PullServicer(decode_pb2_grpc.DecodeNodeServicer):
         writer = request.writer
         pages = self._hub.fence(writer.name, start_id=writer.start_id, alive=alive, why="fenced by an operator")
         return decode_pb2.FenceWriterReply(pages=pages)
+
+
+def add_to_server(hub: ReaderHub, server: aio.Server) -> None:
+    """Serve the hand-offs of a node that is no decode node."""
+    decode_pb2_grpc.add_DecodeNodeServicer_to_server(HubServicer(hub), server)  # type: ignore[abstract]
