@@ -123,8 +123,8 @@ def repeat(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: byt
 
 
 def overtake(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
-    """The notice comes without the data: bound to a write of something else."""
-    return self.real.post(peer, [Copy(0, 0, 1)], notice)
+    """The notice comes without the data: bound to a write of one byte of it, so that no page of others is touched."""
+    return self.real.post(peer, [replace(copies[0], num_bytes=1)], notice)
 
 
 def garble(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:

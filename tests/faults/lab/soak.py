@@ -132,7 +132,12 @@ class Soak:
             if timer is not None:
                 timer.cancel()
         wanted = golden(plan.which, plan.num_tokens, max(OUTPUT))[: plan.num_output]
-        return "right" if tuple(answer.token_ids) == wanted else f"wrong text: {_difference(answer.token_ids, wanted)}"
+        if tuple(answer.token_ids) == wanted:
+            return "right"
+        where = (
+            f"request {answer.accepted.request_id} on {answer.finished.nodes}" if answer.finished else "not finished"
+        )
+        return f"wrong text: {' '.join(where.split())}: {_difference(answer.token_ids, wanted)}"
 
     def _note(self, plan: Plan, outcome: str, began_s: float, ended_s: float) -> None:
         result = self._result
