@@ -10,14 +10,14 @@ import pytest
 from kvrelay.core.time_fit import TimeFit
 from kvrelay.core.types import Incarnation, LinkState, Role
 from kvrelay.kv_transfer.link_meter import LinkMeter
-from kvrelay.kv_transfer.link_records import links_of
+from kvrelay.kv_transfer.link_records import MOST_LINKS, add_links
 from kvrelay.prefill_node.published_cost import cost_of
 from kvrelay.proto.v1 import fleet_pb2
 from kvrelay.router.cost import DEFAULT_COST, compute_s, published_cost, step_s
 from kvrelay.router.fleet import NodeView, view_of
 from kvrelay.router.learned import Learned
 from kvrelay.router.placement import Question, place
-from kvrelay.router.usual import usual_link_s
+from kvrelay.router.usual import UsualLinks
 
 GIB = 1 << 30
 
@@ -74,7 +74,7 @@ def test_a_published_cost_predicts_what_the_node_has_seen(ring_size: int) -> Non
     record = fleet_pb2.NodeRecord(
         role=fleet_pb2.NODE_ROLE_PREFILL,
         ring_size=ring_size,
-        cost=cost_of(fitted, ring_size=ring_size, chunk_tokens=2048),
+        cost=cost_of(fitted, ring_size=ring_size, chunk_tokens=2048, now_s=fitted.at_s),
     )
     cost = published_cost(record)
     for tokens, cached in ((2048, 0), (2048, 50_000), (500, 1000)):
@@ -110,8 +110,14 @@ def test_a_link_is_measured_while_something_is_on_its_way_only() -> None:
     assert meter.bytes_per_s == pytest.approx(GIB)
 
 
+def told(states: dict[str, LinkState]) -> fleet_pb2.NodeRecord:
+    record = fleet_pb2.NodeRecord(ring_size=2)
+    add_links(record, states, token_bytes=31_104)
+    return record
+
+
 def test_links_are_of_all_ranks_and_say_what_a_token_takes() -> None:
-    (link,) = links_of({"d@000000000000002a/0": LinkState(1e9, "cma/memory", True)}, ring_size=2, token_bytes=31_104)
+    (link,) = told({"d@000000000000002a/0": LinkState(1e9, "cma/memory", True)}).links
 
     assert (link.peer, link.bytes_per_s) == ("d", 2e9)
     assert link.token_s == pytest.approx(31_104 / 2e9)
@@ -119,7 +125,7 @@ def test_links_are_of_all_ranks_and_say_what_a_token_takes() -> None:
 
 
 def test_a_link_whose_speed_is_not_known_yet_says_its_route_and_no_time() -> None:
-    (link,) = links_of({"d@000000000000002a/0": LinkState(0.0, "tcp/eth0", False)}, ring_size=2, token_bytes=31_104)
+    (link,) = told({"d@000000000000002a/0": LinkState(0.0, "tcp/eth0", False)}).links
 
     assert (link.route, link.is_unexpected, link.token_s) == ("tcp/eth0", True, 0.0)
 
@@ -142,7 +148,7 @@ def test_the_pair_with_the_fast_link_is_chosen_and_an_unknown_one_counts_as_usua
     nodes = [p1, p2, d1, d2]
     question = Question(
         prompt_tokens=50_000, total_tokens=50_010, needs_decode=True, long_prompt_tokens=1024,
-        usual_link_s=usual_link_s(nodes),
+        usual_link_s=2e-4,
     )  # fmt: skip
     pair = place(nodes, question)
     assert pair.decode is not None
@@ -151,7 +157,52 @@ def test_the_pair_with_the_fast_link_is_chosen_and_an_unknown_one_counts_as_usua
     busy = place([p1, replace(p2, queued_tokens=10_000_000), d1, d2], question)
     assert busy.decode is not None
     assert (busy.prefill.incarnation.name, busy.decode.incarnation.name) == ("p1", "d1")
-    assert usual_link_s([d1, d2]) == 0.0
+
+
+def test_a_record_tells_of_the_latest_links_only_and_what_is_usual_of_the_others() -> None:
+    agent = "d{:03}@000000000000002a/0".format
+    states = {agent(at): LinkState(1e9 if at < 500 else 1e6, "rc", True, age_s=float(at)) for at in range(1000)}
+    states[agent(999)] = LinkState(1e6, "tcp", False, age_s=999.0)
+    record = told(states)
+
+    assert [link.peer for link in record.links] == ["d999", *(f"d{at:03}" for at in range(MOST_LINKS - 1))]
+    assert record.other_link_token_s == pytest.approx(31_104 / 2e6, rel=0.5)
+    assert len(record.SerializeToString()) < 2_500
+    assert not told(dict(list(states.items())[:MOST_LINKS])).other_link_token_s
+
+
+def test_of_two_lives_of_a_peer_the_record_tells_of_the_latest() -> None:
+    old, new = LinkState(1e9, "rc", True, age_s=50.0), LinkState(5e8, "tcp", True, age_s=1.0)
+    (link,) = told({"d@0000000000000001/0": old, "d@0000000000000002/0": new}).links
+
+    assert link.route == "tcp"
+
+
+def test_a_link_that_was_left_out_for_long_counts_as_usual_again_and_not_while_all_idle() -> None:
+    def record(age_s: float, others_age_s: float) -> fleet_pb2.NodeRecord:
+        links = [fleet_pb2.Link(peer=f"d{at}", token_s=1e-6, age_s=others_age_s) for at in range(3)]
+        return fleet_pb2.NodeRecord(
+            role=fleet_pb2.NODE_ROLE_PREFILL, links=[*links, fleet_pb2.Link(peer="bad", token_s=1e-3, age_s=age_s)]
+        )
+
+    def believed_s(one: fleet_pb2.NodeRecord) -> float:
+        view = view_of(one, UsualLinks.of([one]))
+        assert view is not None
+        return view.links["bad"]
+
+    assert believed_s(record(0.0, 0.0)) == 1e-3
+    assert believed_s(record(3600.0, 1.0)) == pytest.approx(1e-6, rel=0.05)
+    assert believed_s(record(36_000.0, 36_000.0)) == 1e-3
+    assert UsualLinks.of([fleet_pb2.NodeRecord()]).token_s == 0.0
+
+
+def test_a_link_beyond_those_listed_takes_what_the_node_says_of_the_others() -> None:
+    near, far = a_view("p1", Role.PREFILL, links={"d1": 1e-6}, other_link_s=5e-4), a_view("d2", Role.DECODE)
+    question = Question(
+        prompt_tokens=50_000, total_tokens=50_010, needs_decode=True, long_prompt_tokens=1024, usual_link_s=1e-6
+    )
+    assert question.link_s(near, far) == 5e-4
+    assert question.link_s(replace(near, other_link_s=0.0), far) == 1e-6
 
 
 def test_what_was_learned_of_assumed_costs_is_forgotten_when_a_node_says_its_own() -> None:

@@ -11,10 +11,13 @@ from itertools import combinations
 
 import numpy as np
 
+from kvrelay.core.clock import Clock, monotonic
+
 _FADE = 0.99  # of what was seen, per observation
 _WARM_UP = 2  # the first pieces of work also load and compile things
 _ENOUGH = 16
-_EVERY = 8  # observations between two solutions
+_EVERY = 8  # observations between two solutions ...
+_MOST_S = 1.0  # ... unless the last one is older than this
 _FIRST_IS_LIKELIER = (1e-3, 1e-6, 1e-4)  # how little is believed in each coefficient, when they cannot be told apart
 _START_IS_LIKELIER = (1e-6, 1e-3, 1e-4)
 
@@ -25,18 +28,20 @@ class Fitted:
     first_s: float  # per unit of x
     second_s: float  # per unit of y
     observations: int
+    at_s: float = 0.0  # when it was solved, on the clock of its `TimeFit`
 
 
 class TimeFit:
     """Fed by one thread; `fitted` may be read by any."""
 
-    def __init__(self, *, prefer_start: bool = False) -> None:
+    def __init__(self, *, prefer_start: bool = False, clock: Clock = monotonic) -> None:
         """`prefer_start`: while all work was alike its time is put down to the start, not to the first measure."""
         self._ridge = np.diag(_START_IS_LIKELIER if prefer_start else _FIRST_IS_LIKELIER)
         self.fitted: Fitted | None = None  # None until enough was seen
         self._moments = np.zeros((3, 3))
         self._targets = np.zeros(3)
         self._observations = 0
+        self._clock = clock
 
     def observe(self, took_s: float, *, x: float, y: float) -> None:
         """Take the time of one piece of work of this size."""
@@ -48,9 +53,15 @@ class TimeFit:
         row = np.array((1.0, x, y)) / took_s  # so that every target is 1
         self._moments = _FADE * self._moments + np.outer(row, row)
         self._targets = _FADE * self._targets + row
-        if self._observations >= _ENOUGH and self._observations % _EVERY == 0:
+        if self._observations >= _ENOUGH and self._is_due():
             start_s, first_s, second_s = _solve(self._moments, self._targets, self._ridge)
-            self.fitted = Fitted(start_s, first_s, second_s, self._observations)
+            self.fitted = Fitted(start_s, first_s, second_s, self._observations, self._clock())
+
+    def _is_due(self) -> bool:
+        """Say whether to solve now. Work that comes seldom counts at once: it may be all that a bad fit ever gets."""
+        if self.fitted is None or self._observations % _EVERY == 0:
+            return True
+        return self._clock() - self.fitted.at_s >= _MOST_S
 
 
 def _solve(moments: np.ndarray, targets: np.ndarray, ridge: np.ndarray) -> tuple[float, float, float]:

@@ -120,6 +120,7 @@ class LinkState:
     bytes_per_s: float  # 0 = not known yet
     route: str  # transports and devices, as rc_mlx5/mlx5_0:1; empty = not known yet
     is_expected: bool  # the route is one that the operator expects
+    age_s: float = 0.0  # since it was last used
 
 
 @dataclass(slots=True)

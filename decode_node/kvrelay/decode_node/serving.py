@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.core import telemetry
 from kvrelay.core.address import advertised
+from kvrelay.core.clock import monotonic
 from kvrelay.core.drain import DrainRequests
 from kvrelay.core.health import ProgressWatch
 from kvrelay.core.supervise import keep
@@ -22,6 +23,7 @@ from kvrelay.decode_node.intake import Limits
 from kvrelay.decode_node.lease import LeaseThread
 from kvrelay.decode_node.node import DecodeNode
 from kvrelay.decode_node.presence import Presence
+from kvrelay.decode_node.published_cost import cost_of
 from kvrelay.decode_node.pusher import Pusher
 from kvrelay.decode_node.runner import StepThread
 from kvrelay.decode_node.servicer import DecodeServicer
@@ -31,7 +33,7 @@ from kvrelay.index.registry import NodeRegistry
 from kvrelay.index.writer import PrefixWriter
 from kvrelay.kv_transfer import local
 from kvrelay.kv_transfer.hub_values import HubCallbacks
-from kvrelay.kv_transfer.link_records import links_of
+from kvrelay.kv_transfer.link_records import add_links
 from kvrelay.kv_transfer.pool_agent import PoolAgent, local_pool
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.model.loaded import Loaded
@@ -255,7 +257,7 @@ class DecodeServer:
         if self._progress.stuck is not None:
             return None
         layout, node = self._loaded.pool.layout, self.node
-        return fleet_pb2.NodeRecord(
+        record = fleet_pb2.NodeRecord(
             node=incarnation_to_pb(node.incarnation),
             role=fleet_pb2.NODE_ROLE_DECODE,
             endpoint=self.endpoint,
@@ -272,25 +274,12 @@ class DecodeServer:
             free_pages=node.book.free_pages,
             active_requests=node.records.num_active,
             queued_tokens=node.records.num_running,
-            cost=self._cost(),
+            cost=cost_of(self._steps.step_times.fitted, self._steps.chunk_times.fitted, now_s=monotonic()),
             local_tokens=self._settings.local_prefill_tokens,
             max_batch=self._settings.max_batch,
-            links=links_of(self._agent.transfer.links(), ring_size=1, token_bytes=layout.row_bytes * layout.num_layers),
         )
-
-    def _cost(self) -> fleet_pb2.NodeCost | None:
-        fitted = self._steps.step_times.fitted
-        if fitted is None:
-            return None
-        cost = fleet_pb2.NodeCost(
-            step_s=fitted.start_s,
-            sequence_s=fitted.first_s,
-            context_token_s=fitted.second_s,
-            observations=fitted.observations,
-        )
-        if (local := self._steps.chunk_times.fitted) is not None:
-            cost.start_s, cost.token_s, cost.pair_s = local.start_s, local.first_s, local.second_s
-        return cost
+        add_links(record, self._agent.transfer.links(), token_bytes=layout.row_bytes * layout.num_layers)
+        return record
 
     def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = keep(work, name=name)

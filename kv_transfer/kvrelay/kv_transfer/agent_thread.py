@@ -80,7 +80,7 @@ class TransferThread:
         self._clock = clock
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._outgoing: dict[str, Outgoing] = {}
-        self._links = Links(self.counters, expected_routes=expected_routes)
+        self._links = Links(self.counters, expected_routes=expected_routes, clock=clock)
         self._max_idle_peers = max_idle_peers
         self._idle_peers: OrderedDict[str, None] = OrderedDict()  # connected, but no writer is open; oldest first
         self._landings = Landings(self.counters, clock)

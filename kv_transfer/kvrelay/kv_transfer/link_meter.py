@@ -18,24 +18,26 @@ class LinkMeter:
     route: str = ""  # see `Transport.route`
     is_expected: bool = True  # the route is
     was_told: bool = False  # route and speed are in the log
+    used_s: float = 0.0  # when something was last on its way
     _in_flight: int = 0
     _since_s: float = 0.0
     _bytes: int = 0
     _busy_s: float = 0.0
 
-    @property
-    def state(self) -> LinkState:
-        return LinkState(self.bytes_per_s, self.route, self.is_expected)
+    def state(self, now_s: float) -> LinkState:
+        return LinkState(self.bytes_per_s, self.route, self.is_expected, max(0.0, now_s - self.used_s))
 
     def posted(self, now_s: float) -> None:
         """A write is about to begin."""
         if self._in_flight == 0:
             self._since_s = now_s
         self._in_flight += 1
+        self.used_s = now_s
 
     def ended(self, num_bytes: int, now_s: float) -> None:
         """A write has landed, with this many bytes, or has failed, with none."""
         self._in_flight -= 1
+        self.used_s = now_s
         self._bytes += num_bytes
         if self._in_flight:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.types import Counters, LinkState
 from kvrelay.kv_transfer.link_meter import LinkMeter
 from kvrelay.kv_transfer.transport import Transport
@@ -17,20 +18,22 @@ _MOST_LINKS = 1024
 class Links:
     """Owned by the transfer thread; `states` may be called by any."""
 
-    def __init__(self, counters: Counters, *, expected_routes: tuple[str, ...]) -> None:
+    def __init__(self, counters: Counters, *, expected_routes: tuple[str, ...], clock: Clock = monotonic) -> None:
         self._counters = counters
+        self._clock = clock
         self._expected_routes = expected_routes
         self._meters: dict[str, LinkMeter] = {}
 
     def states(self) -> dict[str, LinkState]:
         """Return what is known of each link, by the name of the peer's agent."""
-        return {peer: meter.state for peer, meter in list(self._meters.items()) if meter.route or meter.bytes_per_s}
+        now_s, meters = self._clock(), list(self._meters.items())
+        return {peer: meter.state(now_s) for peer, meter in meters if meter.route or meter.bytes_per_s}
 
     def to(self, peer: str) -> LinkMeter:
         if peer not in self._meters:
-            if len(self._meters) >= _MOST_LINKS:  # the oldest peer has most likely gone
-                del self._meters[next(iter(self._meters))]
-            self._meters[peer] = LinkMeter()
+            if len(self._meters) >= _MOST_LINKS:
+                del self._meters[min(self._meters, key=lambda one: self._meters[one].used_s)]
+            self._meters[peer] = LinkMeter(used_s=self._clock())
         return self._meters[peer]
 
     def note_route(self, transport: Transport, peer: str, link: LinkMeter) -> None:

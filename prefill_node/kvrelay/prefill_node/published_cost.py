@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.time_fit import Fitted
 from kvrelay.core.types import LinkState
-from kvrelay.kv_transfer.link_records import links_of
+from kvrelay.kv_transfer.link_records import add_links
 from kvrelay.proto.v1 import fleet_pb2
 
 
@@ -18,15 +19,16 @@ def add_measured(
     *,
     chunk_tokens: int,
     layout: PageLayout,
+    clock: Clock = monotonic,
 ) -> None:
-    """Put into a record what this node has learned of its own speed."""
+    """Put into a record what this node has learned of its own speed; `clock` is that of the fit."""
     if fitted is not None:
-        record.cost.CopyFrom(cost_of(fitted, ring_size=record.ring_size, chunk_tokens=chunk_tokens))
-    token_bytes = layout.row_bytes * layout.num_layers
-    record.links.extend(links_of(links, ring_size=record.ring_size, token_bytes=token_bytes))
+        cost = cost_of(fitted, ring_size=record.ring_size, chunk_tokens=chunk_tokens, now_s=clock())
+        record.cost.CopyFrom(cost)
+    add_links(record, links, token_bytes=layout.row_bytes * layout.num_layers)
 
 
-def cost_of(fitted: Fitted, *, ring_size: int, chunk_tokens: int) -> fleet_pb2.NodeCost:
+def cost_of(fitted: Fitted, *, ring_size: int, chunk_tokens: int, now_s: float) -> fleet_pb2.NodeCost:
     """Return the cost of prompt tokens; what each chunk takes besides is spread over its tokens."""
     per_token_s = fitted.first_s + fitted.start_s / chunk_tokens
     return fleet_pb2.NodeCost(
@@ -34,4 +36,5 @@ def cost_of(fitted: Fitted, *, ring_size: int, chunk_tokens: int) -> fleet_pb2.N
         token_s=per_token_s * ring_size,
         pair_s=fitted.second_s * ring_size,
         observations=fitted.observations,
+        age_s=now_s - fitted.at_s,
     )

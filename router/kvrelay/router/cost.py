@@ -17,6 +17,22 @@ from typing import ClassVar
 
 from kvrelay.proto.v1 import fleet_pb2
 
+LEAST_BELIEF = 0.5
+_HALF_LIFE_S = 60.0  # of a fit, per _OBSERVATIONS ...
+_OBSERVATIONS = 16  # ... that it rests on: the least that nodes publish one from
+_LONGEST_HALF_LIFE_S = 600.0
+
+
+def belief(age_s: float, observations: int) -> float:
+    """Return how much of a measurement still counts, from 1 when it is new towards 0.
+
+    A node whose first measurements were bad, or that has been slow for a while, gets no requests and so measures
+    nothing more: unless what it has said is forgotten, it is left out for ever. The more it rests on, the longer it
+    holds, since a node that really is slow is tried again whenever it is forgotten.
+    """
+    half_life_s = min(max(1.0, observations / _OBSERVATIONS) * _HALF_LIFE_S, _LONGEST_HALF_LIFE_S)
+    return float(2.0 ** (-max(0.0, age_s) / half_life_s))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCost:
@@ -33,6 +49,15 @@ class NodeCost:
     context_token_s: float = 0.0  # what one more token of context adds to a step
     is_measured: bool = False  # the node has said so itself
     is_measured_local: bool = False  # so has a decode node of what it computes between steps
+    age_s: float = 0.0  # of what it said of its own role, and ...
+    observations: int = 0  # ... that it rests on; see `belief`
+    local_age_s: float = 0.0
+    local_observations: int = 0
+
+    @property
+    def is_believed(self) -> bool:
+        """The node has said so itself, and not too long ago to refuse requests by it."""
+        return self.is_measured and belief(self.age_s, self.observations) >= LEAST_BELIEF
 
 
 DEFAULT_COST = NodeCost()
@@ -45,15 +70,20 @@ def published_cost(record: fleet_pb2.NodeRecord) -> NodeCost:
     cost = record.cost
     if record.role == fleet_pb2.NODE_ROLE_DECODE:
         steps = NodeCost(
-            step_s=cost.step_s, sequence_s=cost.sequence_s, context_token_s=cost.context_token_s, is_measured=True
-        )
+            step_s=cost.step_s, sequence_s=cost.sequence_s, context_token_s=cost.context_token_s, is_measured=True,
+            age_s=cost.age_s, observations=cost.observations,
+        )  # fmt: skip
         if not cost.token_s and not cost.start_s:
             return steps
-        return replace(steps, start_s=cost.start_s, token_s=cost.token_s, pair_s=cost.pair_s, is_measured_local=True)
+        return replace(
+            steps, start_s=cost.start_s, token_s=cost.token_s, pair_s=cost.pair_s, is_measured_local=True,
+            local_age_s=cost.local_age_s, local_observations=cost.local_observations,
+        )  # fmt: skip
     # A ring's own times have its exchanges in them: nothing is to be added for those.
     return NodeCost(
-        start_s=cost.start_s, token_s=cost.token_s, pair_s=cost.pair_s, break_even_tokens=1, is_measured=True
-    )
+        start_s=cost.start_s, token_s=cost.token_s, pair_s=cost.pair_s, break_even_tokens=1, is_measured=True,
+        age_s=cost.age_s, observations=cost.observations,
+    )  # fmt: skip
 
 
 def compute_s(cost: NodeCost, *, tokens: int, cached: int, ring_size: int, break_even_tokens: int) -> float:
@@ -99,6 +129,7 @@ class Correction:
 
     log_scale: float = 0.0
     observations: int = 0
+    at_s: float = 0.0  # of the latest one; for whoever has a clock
 
     MAX_LOG_SCALE: ClassVar[float] = math.log(16.0)  # a node that is further off has published nonsense
     _MAX_SURPRISE: ClassVar[float] = math.log(2.0)

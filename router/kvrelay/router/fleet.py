@@ -21,7 +21,7 @@ from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import decode_pb2_grpc, fleet_pb2, prefill_pb2_grpc
 from kvrelay.router.cost import DEFAULT_COST, NodeCost, published_cost
 from kvrelay.router.peers import Node
-from kvrelay.router.usual import usual_link_s, with_usual_costs
+from kvrelay.router.usual import NO_LINKS, UsualLinks, with_usual_costs
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +50,18 @@ class NodeView:
     draining: bool
     cost: NodeCost = DEFAULT_COST
     links: Mapping[str, float] = field(default_factory=dict)  # time per relayed token, by name of the decode node
+    other_link_s: float = 0.0  # that of a link which is not among these, 0 = not known
     local_tokens: int = 0  # most prompt tokens that a decode node computes itself
     max_batch: int = 0  # most sequences of a decode step, 0 = not said
     pulls: bool = False  # a prefill node that can fetch cached blocks from decode nodes
 
 
-def view_of(record: fleet_pb2.NodeRecord) -> NodeView | None:
-    """Return a record as a view, or None when its role is one that this router does not know."""
+def view_of(record: fleet_pb2.NodeRecord, usual_links: UsualLinks = NO_LINKS) -> NodeView | None:
+    """Return a record as a view, or None when its role is one that this router does not know.
+
+    Args:
+        usual_links: what links that were not used for long are taken to have become like.
+    """
     role = _ROLES.get(record.role)
     if role is None:
         return None
@@ -80,7 +85,8 @@ def view_of(record: fleet_pb2.NodeRecord) -> NodeView | None:
         local_tokens=record.local_tokens,
         max_batch=record.max_batch,
         pulls=record.pulls,
-        links={link.peer: link.token_s for link in record.links if link.token_s > 0.0},
+        links={link.peer: usual_links.believed_s(link) for link in record.links if link.token_s > 0.0},
+        other_link_s=record.other_link_token_s,
     )
 
 
@@ -122,7 +128,7 @@ class FleetView:
         self._lost: list[fleet_pb2.NodeRecord] = []  # nodes that the registry has lost and that may not be back yet
         self._lost_until_s = 0.0
         self.registry_reachable = False
-        self.usual_link_s = 0.0  # see `usual.usual_link_s`
+        self.usual_link_s = 0.0  # see `UsualLinks.token_s`
 
     async def start(self) -> None:
         await self.refresh()
@@ -210,7 +216,9 @@ class FleetView:
         return [*records, *(record for record in self._lost if record.node.name not in back)]
 
     def _take(self, records: list[fleet_pb2.NodeRecord]) -> None:
-        nodes = with_usual_costs([node for node in map(view_of, records) if node is not None])
+        links = UsualLinks.of(records)
+        views = (view_of(record, links) for record in records)
+        nodes = with_usual_costs([node for node in views if node is not None])
         self._log_changes({node.incarnation: node for node in nodes})
         self._records = records
         self._told_to_leave &= {node.incarnation for node in nodes}
@@ -219,7 +227,7 @@ class FleetView:
             for node in nodes
         }
         self._usable = None
-        self.usual_link_s = usual_link_s(nodes)
+        self.usual_link_s = links.token_s
         self._aside_until_s = {name: until for name, until in self._aside_until_s.items() if name in self._nodes}
         in_use = {node.endpoint for node in nodes}
         for endpoint in [endpoint for endpoint in self._channels if endpoint not in in_use]:

@@ -205,8 +205,7 @@ def _link_s(prefill: NodeView, decode: NodeView, question: Question) -> float:
     """Return how much longer the hand-off takes on this link than the decode node's score has it."""
     if not question.usual_link_s:
         return 0.0
-    token_s = prefill.links.get(decode.incarnation.name, question.usual_link_s)
-    return question.remaining(decode) * (token_s - decode.cost.relay_token_s)
+    return question.remaining(decode) * (question.link_s(prefill, decode) - decode.cost.relay_token_s)
 
 
 def refusal(node: NodeView, question: Question) -> str | None:

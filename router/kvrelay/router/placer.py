@@ -89,7 +89,7 @@ class IndexPlacer:
         self._on_placed = on_placed
         self._clock = clock
         self._books = Books(clock)
-        self._learned = Learned()
+        self._learned = Learned(clock)
         self._seen: Sequence[NodeView] = ()  # the nodes that the roster was made of
         self._roster = Roster(())
         self._of_others: tuple[Mapping[Incarnation, Load], LoadColumns] = ({}, LoadColumns())
@@ -200,7 +200,7 @@ class IndexPlacer:
         prospect = Prospect(
             wait_s=pair.backlog_s() + queued_s,
             compute_s=pair.work_s,
-            step_s=pair.step_s() if pair.decode is not None and pair.decode.cost.is_measured else 0.0,
+            step_s=pair.step_s() if pair.decode is not None and pair.decode.cost.is_believed else 0.0,
             is_proven=self._learned.is_proven(pair.prefill.incarnation),
         )
         waiting = self._books.num_waiting + self._turnstile.num_waiting

@@ -62,6 +62,10 @@ class Question:
     def remaining(self, node: NodeView) -> int:
         return self.prompt_tokens - self.usable(node)
 
+    def link_s(self, writer: NodeView, reader: NodeView) -> float:
+        """Return the time per relayed token between two nodes; 0 when no link was measured yet."""
+        return writer.links.get(reader.incarnation.name) or writer.other_link_s or self.usual_link_s
+
     def load(self, node: NodeView) -> Load:
         return self.loads.get(node.incarnation, NO_LOAD)
 
@@ -119,7 +123,7 @@ def best_pull(prefill: NodeView, question: Question, nodes: Iterable[NodeView]) 
         same = node.layout_fingerprint == prefill.layout_fingerprint
         if upto <= have or node.role is not Role.DECODE or not same or node.incarnation in question.avoid:
             continue
-        token_s = node.links.get(prefill.incarnation.name, question.usual_link_s or node.cost.relay_token_s)
+        token_s = question.link_s(node, prefill) or node.cost.relay_token_s
         transfer = PULL_START_S + (upto - have) * token_s
         if upto not in saved_s:
             saved_s[upto] = all_s - work_s(prefill, question, cached=upto)

@@ -64,6 +64,7 @@ class NodeRecord(_message.Message):
     LOCAL_TOKENS_FIELD_NUMBER: _builtins.int
     PULLS_FIELD_NUMBER: _builtins.int
     MAX_BATCH_FIELD_NUMBER: _builtins.int
+    OTHER_LINK_TOKEN_S_FIELD_NUMBER: _builtins.int
     role: Global___NodeRole.ValueType
     endpoint: _builtins.str
     """host:port of its gRPC server."""
@@ -89,6 +90,8 @@ class NodeRecord(_message.Message):
     """A prefill node that can fetch cached blocks from decode nodes: one of a single rank."""
     max_batch: _builtins.int
     """Most sequences of a decode step; those beyond take turns. 0 = not said."""
+    other_link_token_s: _builtins.float
+    """Median Link.token_s of the measured links that are not listed; 0 = all are."""
     @_builtins.property
     def node(self) -> _common_pb2.Incarnation: ...
     @_builtins.property
@@ -97,7 +100,7 @@ class NodeRecord(_message.Message):
 
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___Link]:
-        """Measured speed of what a prefill node writes to each decode node."""
+        """Links to the nodes written to most lately, at most 32; what is asked of the others is other_link_token_s."""
 
     def __init__(
         self,
@@ -123,10 +126,11 @@ class NodeRecord(_message.Message):
         local_tokens: _builtins.int = ...,
         pulls: _builtins.bool = ...,
         max_batch: _builtins.int = ...,
+        other_link_token_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "block_tokens", b"block_tokens", "cost", b"cost", "draining", b"draining", "dtype", b"dtype", "endpoint", b"endpoint", "free_pages", b"free_pages", "layout_fingerprint", b"layout_fingerprint", "links", b"links", "local_tokens", b"local_tokens", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_id", b"model_id", "node", b"node", "page_tokens", b"page_tokens", "pulls", b"pulls", "queued_tokens", b"queued_tokens", "ring_size", b"ring_size", "role", b"role", "total_pages", b"total_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "block_tokens", b"block_tokens", "cost", b"cost", "draining", b"draining", "dtype", b"dtype", "endpoint", b"endpoint", "free_pages", b"free_pages", "layout_fingerprint", b"layout_fingerprint", "links", b"links", "local_tokens", b"local_tokens", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_id", b"model_id", "node", b"node", "other_link_token_s", b"other_link_token_s", "page_tokens", b"page_tokens", "pulls", b"pulls", "queued_tokens", b"queued_tokens", "ring_size", b"ring_size", "role", b"role", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -149,6 +153,9 @@ class NodeCost(_message.Message):
     SEQUENCE_S_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKEN_S_FIELD_NUMBER: _builtins.int
     OBSERVATIONS_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    LOCAL_OBSERVATIONS_FIELD_NUMBER: _builtins.int
+    LOCAL_AGE_S_FIELD_NUMBER: _builtins.int
     start_s: _builtins.float
     """Prefill, whatever its length."""
     token_s: _builtins.float
@@ -163,6 +170,11 @@ class NodeCost(_message.Message):
     """What one more token of context adds to a step."""
     observations: _builtins.int
     """Chunks or steps that this was fitted to."""
+    age_s: _builtins.float
+    """Since the newest of them. Routers believe a fit the less the older it is."""
+    local_observations: _builtins.int
+    """The same two of what a decode node computes itself between its steps."""
+    local_age_s: _builtins.float
     def __init__(
         self,
         *,
@@ -173,10 +185,13 @@ class NodeCost(_message.Message):
         sequence_s: _builtins.float = ...,
         context_token_s: _builtins.float = ...,
         observations: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+        local_observations: _builtins.int = ...,
+        local_age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_token_s", b"context_token_s", "observations", b"observations", "pair_s", b"pair_s", "sequence_s", b"sequence_s", "start_s", b"start_s", "step_s", b"step_s", "token_s", b"token_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "context_token_s", b"context_token_s", "local_age_s", b"local_age_s", "local_observations", b"local_observations", "observations", b"observations", "pair_s", b"pair_s", "sequence_s", b"sequence_s", "start_s", b"start_s", "step_s", b"step_s", "token_s", b"token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -193,6 +208,7 @@ class Link(_message.Message):
     TOKEN_S_FIELD_NUMBER: _builtins.int
     ROUTE_FIELD_NUMBER: _builtins.int
     IS_UNEXPECTED_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     """Name of the node at the other end."""
     bytes_per_s: _builtins.float
@@ -203,6 +219,8 @@ class Link(_message.Message):
     """Transports and devices that writes go over, as rc_mlx5/mlx5_0:1; empty = not known yet."""
     is_unexpected: _builtins.bool
     """The route is not one that the node was told to expect."""
+    age_s: _builtins.float
+    """Since it was last used."""
     def __init__(
         self,
         *,
@@ -211,10 +229,11 @@ class Link(_message.Message):
         token_s: _builtins.float = ...,
         route: _builtins.str = ...,
         is_unexpected: _builtins.bool = ...,
+        age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "is_unexpected", b"is_unexpected", "peer", b"peer", "route", b"route", "token_s", b"token_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "bytes_per_s", b"bytes_per_s", "is_unexpected", b"is_unexpected", "peer", b"peer", "route", b"route", "token_s", b"token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
