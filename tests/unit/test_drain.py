@@ -1,4 +1,4 @@
-"""What a node was asked to end for: leaving wins over a change of role, and a change that cannot be is forgotten."""
+"""How a node's time in a role ends: leaving wins over a change of role, and a change that cannot be is forgotten."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvrelay.core.drain import DrainRequests
+from kvrelay.core.drain import DrainRequests, drained_for
 from kvrelay.core.errors import InvalidRequestError, SettingsError
 from kvrelay.core.lifecycle import Ending, StopSignals
 from kvrelay.core.settings import in_other_role, load
@@ -52,6 +52,54 @@ async def test_a_change_of_role_is_carried_out_once() -> None:
     asked.role_decided()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asked.wait(), 0.01)
+
+
+class DrainedAtOnce:
+    """A node whose pool peers may still reach for the first `busy` times that somebody asks."""
+
+    active_requests = 0
+
+    def __init__(self, asked: DrainRequests, *, busy: int) -> None:
+        self._asked, self._busy = asked, busy
+        self.drains = self.returns = 0
+
+    @property
+    def why_not_elsewhere(self) -> str:
+        self._busy -= 1
+        return "a pull has no end yet" if self._busy >= 0 else ""
+
+    async def drained(self) -> None:
+        self.drains += 1
+
+    def serve_again(self) -> None:
+        self.returns += 1
+        self._asked.ask()
+
+
+async def test_a_node_changes_its_role_once_the_data_plane_has_let_go() -> None:
+    asked = DrainRequests(StopSignals(), why_no_switch="")
+    node = DrainedAtOnce(asked, busy=2)
+    asked.ask(switch_role=True)
+
+    assert await asyncio.wait_for(drained_for(node, asked), 1) is Ending.SWITCHES
+    assert node.returns == 0
+
+
+async def test_a_node_whose_pages_may_still_be_written_keeps_its_role_and_serves_again() -> None:
+    asked = DrainRequests(StopSignals(), why_no_switch="")
+    node = DrainedAtOnce(asked, busy=1_000_000)
+    asked.ask(switch_role=True)
+
+    assert await asyncio.wait_for(drained_for(node, asked), 5) is Ending.LEAVES  # as `serve_again` asks for
+    assert (node.drains, node.returns) == (2, 1)
+
+
+async def test_who_leaves_waits_for_no_peer() -> None:
+    asked = DrainRequests(StopSignals(), why_no_switch="")
+    node = DrainedAtOnce(asked, busy=1_000_000)
+    asked.ask()
+
+    assert await asyncio.wait_for(drained_for(node, asked), 1) is Ending.LEAVES
 
 
 def test_the_other_role_has_the_same_common_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.prefill_node.jobs import Job
 from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.leases import Leases
-from kvrelay.prefill_node.node import _came_to_rest
 from kvrelay.prefill_node.puller import Puller, PullFrom
 from kvrelay.prefill_node.rank import RankWorker
 from kvrelay.prefill_node.servicer import NodeFacts, PrefillServicer
@@ -118,11 +117,3 @@ async def test_a_pull_that_is_cancelled_before_its_admission_is_given_up_and_may
     assert pull.cancelled()
     assert ring.pages.account().pinned == 0
     await server.stop(None)
-
-
-async def test_a_node_waits_a_moment_for_its_data_plane_before_it_keeps_its_role() -> None:
-    rests: list[bool] = []
-    asyncio.get_running_loop().call_later(0.1, rests.append, True)
-
-    assert not await _came_to_rest(lambda: bool(rests), within_s=0.0)
-    assert await _came_to_rest(lambda: bool(rests), within_s=2.0)

@@ -1,4 +1,6 @@
-"""`kvrelay prefill` and `kvrelay decode`: a node of one rank can change its role and keep its process.
+"""`kvrelay prefill` and `kvrelay decode`: how a node's process starts and ends.
+
+A node of one rank can change its role and keep its process.
 
 What outlives a role: weights, the registered pool with its agent, the node's name and incarnation. What does not:
 requests, page tables, the prefix cache, the registry's record. A larger ring is a prefill node for good.
@@ -8,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from typing import NoReturn
 
 from kvrelay.core import otel
@@ -20,36 +21,37 @@ from kvrelay.core.types import Incarnation, Role
 from kvrelay.decode_node import app as decode_app
 from kvrelay.decode_node.data_plane import start_decode_agent
 from kvrelay.decode_node.settings import DecodeSettings
-from kvrelay.kv_transfer.pool_agent import GPU_STAGING_BYTES, PoolAgent
+from kvrelay.kv_transfer.pool_agent import GPU_STAGING_BYTES
 from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node import app as prefill_app
-from kvrelay.prefill_node import node as prefill_node
+from kvrelay.prefill_node import ring_process
+from kvrelay.prefill_node.serving import RingStart
 from kvrelay.prefill_node.settings import PrefillSettings, rank_place
 
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 log = logging.getLogger(__name__)
 
 
-def prefill(argv: list[str]) -> int:
-    """Run a prefill node, or one rank of it, until it is told to stop; returns the exit status.
+def prefill(argv: list[str]) -> NoReturn:
+    """Run a prefill node, or one rank of it, until it is told to stop; ends the process.
 
     Raises:
         ServeError: it cannot start; the message says why.
     """
     settings = load(PrefillSettings, argv, prog="kvrelay prefill")
     if rank_place(settings).ring_size > 1:
-        return prefill_app.main(argv)
-    return _run(Role.PREFILL, settings, in_other_role(DecodeSettings, settings))
+        ring_process.main(argv)
+    _run(Role.PREFILL, settings, in_other_role(DecodeSettings, settings))
 
 
-def decode(argv: list[str]) -> int:
-    """Run a decode node until it is told to stop; returns the exit status.
+def decode(argv: list[str]) -> NoReturn:
+    """Run a decode node until it is told to stop; ends the process.
 
     Raises:
         ServeError: it cannot start; the message says why.
     """
     settings = load(DecodeSettings, argv, prog="kvrelay decode")
-    return _run(Role.DECODE, in_other_role(PrefillSettings, settings, ring_size=1), settings)
+    _run(Role.DECODE, in_other_role(PrefillSettings, settings, ring_size=1), settings)
 
 
 def _run(first: Role, prefill_settings: PrefillSettings, decode_settings: DecodeSettings) -> NoReturn:
@@ -73,19 +75,10 @@ async def _serve(
         if role is Role.DECODE:
             ending = await decode_app.serve(decode_settings, loaded, node, agent, asked)
         else:
-            ending = await _prefill(prefill_settings, loaded, node, agent, asked)
+            ring = RingStart(None, node, [loaded.pool.num_pages], agent)
+            ending = await prefill_app.serve(prefill_settings, loaded, ring, asked)
         if ending is not Ending.SWITCHES:
             return ending
         asked.role_decided()
         role = _OTHER[role]
         log.info("%s goes on as a %s node", node.name, role.value)
-
-
-async def _prefill(
-    settings: PrefillSettings, loaded: Loaded, node: Incarnation, agent: PoolAgent, asked: DrainRequests
-) -> Ending:
-    ring = prefill_node.RingStart(None, node, [prefill_node.RankInfo(loaded.pool.num_pages)], agent)
-    return await prefill_node.serve(
-        settings, loaded, ring, asked,
-        start_step_thread=prefill_app.start_step_thread, die=die, stopping=threading.Event(),
-    )  # fmt: skip

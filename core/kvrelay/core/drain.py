@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Protocol
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.lifecycle import Ending, StopSignals
+
+_REST_S = 2.0  # for the data plane to have let go of what has ended
+_REST_CHECK_S = 0.05
+log = logging.getLogger(__name__)
 
 
 class OnDrain(Protocol):
@@ -60,3 +65,47 @@ class DrainRequests:
         finally:
             for one in waits:
                 one.cancel()
+
+
+class Drainable(Protocol):
+    """A node in one role."""
+
+    @property
+    def active_requests(self) -> int: ...
+    @property
+    def why_not_elsewhere(self) -> str:
+        """Why the pool of the drained node cannot be used otherwise; empty = it can."""
+        ...
+
+    async def drained(self) -> None:
+        """Tell the routers, take nothing new once they know, and wait until everything here has ended."""
+        ...
+
+    def serve_again(self) -> None:
+        """Take new requests again after `drained`."""
+        ...
+
+
+async def drained_for(node: Drainable, asked: DrainRequests) -> Ending:
+    """Wait until a drain is asked for and has come to its end; return what follows.
+
+    A node whose pool may still be written to does not change its role: it serves again.
+    """
+    while True:
+        await asked.wait()
+        log.info("draining: %d requests are here", node.active_requests)
+        await node.drained()
+        if asked.ending is Ending.LEAVES or not (why_not := await _why_not_elsewhere(node)):
+            return asked.ending
+        log.error("this node keeps its role: %s", why_not)
+        asked.role_decided()
+        node.serve_again()
+
+
+async def _why_not_elsewhere(node: Drainable) -> str:
+    """Ask until it can, but not for long: the data plane lets go of a hand-off a moment after its request has ended."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + _REST_S
+    while (why_not := node.why_not_elsewhere) and loop.time() < until_s:  # noqa: ASYNC110 - many threads lead there
+        await asyncio.sleep(_REST_CHECK_S)
+    return why_not

@@ -197,6 +197,10 @@ class DecodeServer:
         """host:port that others are told."""
         return self._advertised
 
+    @property
+    def active_requests(self) -> int:
+        return self.node.records.num_active
+
     async def drained(self) -> None:
         """Tell the routers, take nothing new once they know, and wait until everything here has ended."""
         self.node.leaving = True

@@ -1,165 +1,29 @@
-"""A prefill node's process: rank 0 starts the other ranks, serves gRPC and leads; every other rank follows.
-
-Threads of a rank: asyncio (main: gRPC and hand-off streams), step (scheduler and compute), transfer (data plane), and
-on rank 0 lease (leases and registry).
-"""
+"""A process's time as a prefill node, or as rank 0 of one: start, drain and end."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Sequence
+from functools import partial
 
-from kvrelay.core import otel
-from kvrelay.core.drain import DrainRequests
-from kvrelay.core.errors import ServeError
-from kvrelay.core.lifecycle import StopSignals, die, die_with_parent, new_incarnation, set_up_logging
-from kvrelay.core.settings import load
-from kvrelay.core.supervise import watch_loop, watch_threads
-from kvrelay.core.types import Counters, Incarnation, Role
+from kvrelay.core.drain import DrainRequests, drained_for
+from kvrelay.core.lifecycle import Ending, announce_ready, die
+from kvrelay.core.supervise import watch_loop
 from kvrelay.model.loaded import Loaded
-from kvrelay.prefill_node.group import RingGroup, form, serve_store, spawn_ranks
-from kvrelay.prefill_node.leader import follow
-from kvrelay.prefill_node.node import RankInfo, RingStart, serve
-from kvrelay.prefill_node.settings import PrefillSettings, RankPlace, rank_place
-from kvrelay.prefill_node.wiring import load_rank, rank_worker, start_rank_agent
-from kvrelay.proto.convert import incarnation_from_pb, incarnation_to_pb
-from kvrelay.proto.v1 import common_pb2, fleet_pb2
-
-log = logging.getLogger(__name__)
+from kvrelay.prefill_node.serving import PrefillServer, RingStart
+from kvrelay.prefill_node.settings import PrefillSettings
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run one rank process until it is told to stop; returns the exit status.
+async def serve(settings: PrefillSettings, loaded: Loaded, ring: RingStart, asked: DrainRequests) -> Ending:
+    """Serve until a stop signal or a drain, finish what runs, and return how it ended. The agent goes on.
 
     Raises:
-        ServeError: it cannot start; the message says why.
+        ServeError: it cannot start.
     """
-    settings = load(PrefillSettings, list(argv), prog="kvrelay prefill")
-    place = rank_place(settings)
-    set_up_logging(settings.log_level, settings.log_format)
-    watch_threads(die)
-    if place.rank == 0:
-        return _lead(settings, place, argv)
-    if place.parent_pid is not None:
-        die_with_parent(place.parent_pid)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 says when the ring ends
-    asyncio.run(_follow(settings, place))
-    return 0
-
-
-def start_step_thread(body: Callable[[], None], on_end: Callable[[], object]) -> threading.Thread:
-    """Run the step loop on its thread; whatever escapes it ends the process, because the ring is broken then."""
-
-    def guarded() -> None:
-        try:
-            body()
-        except Exception as err:  # the outermost edge of a thread
-            log.exception("the step thread died")
-            die(f"step thread: {err}")
-        on_end()
-
-    thread = threading.Thread(target=guarded, name="step", daemon=True)
-    thread.start()
-    return thread
-
-
-def _lead(settings: PrefillSettings, place: RankPlace, argv: Sequence[str]) -> int:
-    store, children = None, []
-    if place.spawns:
-        store = serve_store(ring_size=place.ring_size, timeout_s=settings.start_timeout_s)
-        children = spawn_ranks(argv, ring_size=place.ring_size, store_port=store.port)
-    stopping = threading.Event()
-    for child in children:
-        threading.Thread(target=_watch, args=(child, stopping), name="watch", daemon=True).start()
-    loaded = load_rank(settings, place)
-    node = new_incarnation(settings.name, Role.PREFILL)
-    otel.export(settings.trace_exporter, service=node.name)
-    group = None
-    ranks = [RankInfo(loaded.pool.num_pages)]
-    if place.ring_size > 1:
-        group = form(
-            place, loaded.device, store=store,
-            group_timeout_s=settings.group_timeout_s, start_timeout_s=settings.start_timeout_s,
-        )  # fmt: skip
-        ranks += _meet_as_leader(group, node, loaded)
-    asyncio.run(_serve(settings, loaded, group, node, ranks, stopping))
-    for child in children:
-        child.wait(settings.group_timeout_s)
-    return 0
-
-
-async def _serve(
-    settings: PrefillSettings,
-    loaded: Loaded,
-    group: RingGroup | None,
-    node: Incarnation,
-    ranks: list[RankInfo],
-    stopping: threading.Event,
-) -> None:
-    asked = DrainRequests(
-        StopSignals(asyncio.get_running_loop()),
-        why_no_switch=f"this is a ring of {len(ranks)} ranks; only a node of one rank can change its role",
-    )
-    agent = start_rank_agent(loaded, settings, node, 0, on_fatal=lambda: die("the transfer thread died"))
-    await serve(
-        settings, loaded, RingStart(group, node, ranks, agent), asked,
-        start_step_thread=start_step_thread, die=die, stopping=stopping,
-    )  # fmt: skip
-    await asyncio.to_thread(agent.transfer.stop)
-
-
-def _watch(child: subprocess.Popen[bytes], stopping: threading.Event) -> None:
-    status = child.wait()
-    if not stopping.is_set():
-        die(f"rank process {child.pid} ended with status {status}")
-
-
-async def _follow(settings: PrefillSettings, place: RankPlace) -> None:
-    loaded = load_rank(settings, place)
-    group = form(
-        place, loaded.device, store=None,
-        group_timeout_s=settings.group_timeout_s, start_timeout_s=settings.start_timeout_s,
-    )  # fmt: skip
-    node = _meet_as_follower(group, loaded)
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    watch_loop(loop, die)
-    agent = start_rank_agent(loaded, settings, node, place.rank, on_fatal=lambda: die("the transfer thread died"))
-    worker = rank_worker(loaded, settings, group, agent.transfer, node, loop, wake=lambda: None, counters=Counters())
-    start_step_thread(lambda: follow(worker, group), lambda: loop.call_soon_threadsafe(ended.set))
-    await ended.wait()
-    agent.transfer.stop()
-
-
-def _meet_as_leader(group: RingGroup, node: Incarnation, loaded: Loaded) -> list[RankInfo]:
-    """Tell the other ranks whose node they are, and learn what they have.
-
-    Raises:
-        ServeError: a rank has loaded another model.
-    """
-    group.broadcast(incarnation_to_pb(node).SerializeToString())
-    records = [fleet_pb2.NodeRecord.FromString(message) for message in group.gather()]
-    for rank, record in enumerate(records, start=1):
-        if record.layout_fingerprint != loaded.pool.layout.fingerprint:
-            raise ServeError(f"rank {rank} has layout {record.layout_fingerprint.hex()}; do all hosts have one model?")
-    return [RankInfo(record.total_pages) for record in records]
-
-
-def _meet_as_follower(group: RingGroup, loaded: Loaded) -> Incarnation:
-    node = incarnation_from_pb(common_pb2.Incarnation.FromString(group.receive()))
-    record = fleet_pb2.NodeRecord(total_pages=loaded.pool.num_pages, layout_fingerprint=loaded.pool.layout.fingerprint)
-    group.send_to_leader(record.SerializeToString())
-    return node
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ServeError as err:
-        sys.stderr.write(f"kvrelay prefill: error: {err}\n")
-        sys.exit(1)
+    watch_loop(asyncio.get_running_loop(), die)
+    ring.agent.on_fatal = partial(die, "the transfer thread died")
+    server = PrefillServer(settings, loaded, ring, asked)
+    await server.start()
+    announce_ready(endpoint=server.endpoint, name=ring.node.name)
+    ending = await drained_for(server, asked)
+    await server.stop()
+    return ending

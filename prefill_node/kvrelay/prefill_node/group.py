@@ -156,7 +156,7 @@ def serve_store(*, ring_size: int, timeout_s: float) -> TCPStore:
 
 def spawn_ranks(argv: Sequence[str], *, ring_size: int, store_port: int) -> list[subprocess.Popen[bytes]]:
     """Start ranks 1..R-1 as processes of the same program. Call it on the main thread: they die with it."""
-    command = [sys.executable, "-m", "kvrelay.prefill_node.app", *argv]
+    command = [sys.executable, "-m", "kvrelay.prefill_node.ring_process", *argv]
     return [
         subprocess.Popen(  # noqa: S603 - our own program
             command,

@@ -76,7 +76,7 @@ class Node:
         return bytes.fromhex((caught.value.details() or "").split()[-1])
 
 
-def start(*options: str, program: Sequence[str] = ("-m", "kvrelay.decode_node.app")) -> subprocess.Popen[str]:
+def start(*options: str, program: Sequence[str] = ("-m", "kvrelay.cli.main", "decode")) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *program, *options],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -167,14 +167,15 @@ async def test_latents_from_another_process_give_the_recorded_tokens(node: Node,
 
 _WITH_A_BUG = """
 import sys
-from kvrelay.decode_node import app, engine
+from kvrelay.cli import node_process
+from kvrelay.decode_node import engine
 step = engine.DecodeEngine.step
 def broken(self, batch, states):
     if batch[0].position > 340:
         raise ZeroDivisionError("a bug")
     return step(self, batch, states)
 engine.DecodeEngine.step = broken
-app.main(sys.argv[1:])
+node_process.decode(sys.argv[1:])
 """
 
 

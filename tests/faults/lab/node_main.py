@@ -14,24 +14,24 @@ from typing import Any
 
 from faults.lab import control, seams
 from faults.lab.switchboard import Switchboard
+from kvrelay.cli.parser import ROLES
 from kvrelay.core.errors import ServeError
 from kvrelay.core.lifecycle import die_with_parent
-
-_APPS = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
 
 
 def main(parent_pid: int, role: str, options: list[str]) -> int:
     if parent_pid:
         die_with_parent(parent_pid)
-    app: Any = import_module(f"kvrelay.{_APPS[role]}.app")
     board = Switchboard()
     seams.install(role, board)
     name = seams.name_of(options)
     control.listen(name if parent_pid else f"{name}.rank{os.environ['RANK']}", board)
     if role == "prefill":
-        app.spawn_ranks = _spawn_ranks
+        ring: Any = import_module("kvrelay.prefill_node.ring_process")
+        ring.spawn_ranks = _spawn_ranks
+    module, _, function = ROLES[role].partition(":")
     try:
-        status: int = app.main(options) or 0
+        status: int = getattr(import_module(module), function)(options) or 0
     except ServeError as err:
         sys.stderr.write(f"{role}: {err}\n")
         return 1

@@ -255,10 +255,12 @@ SABOTAGES: dict[str, tuple[Change, ...]] = {
     # health, drain, ring
     "nothing_is_ever_stuck": (Change("core.health", "ProgressWatch.check", _always(False)),),
     "drain_waits_for_nobody": (
-        Change("prefill_node.node", "_drained", _never_drained),
+        Change("prefill_node.serving", "PrefillServer.drained", _never_drained),
         Change("decode_node.serving", "DecodeServer.drained", _never_drained),
     ),
-    "ranks_outlive_their_ring": (Change("prefill_node.app", "die", _nothing),),
+    "ranks_outlive_their_ring": tuple(
+        Change(f"prefill_node.{module}", "die", _nothing) for module in ("ring_process", "app", "step_thread")
+    ),
     "a_row_is_lost": (Change("prefill_node.relay", "Relay.rows_final", _shorter_spans),),
     "an_owner_is_lost": (Change("kv_transfer.plan", "owned_ranges", _one_more),),
     "committed_blocks_dropped": (Change("prefill_node.control", "RingControl.close", _drop_committed),),
