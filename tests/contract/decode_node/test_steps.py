@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from idle import assert_self_idle
 from kvrelay.core.types import FinishReason, SampledToken, Sampling
 from kvrelay.decode_node import runner
 from kvrelay.decode_node.engine import DecodeEngine, SequenceState
@@ -151,10 +153,7 @@ async def test_a_bug_in_a_step_is_reported_and_ends_the_thread(steps: Steps) -> 
 async def test_an_idle_thread_uses_no_cpu_and_is_not_stuck(steps: Steps) -> None:
     steps.join(1, recording(ORACLE, 7).prompt)
     await steps.until(num_ended=1)
-    await asyncio.sleep(0.05)
-    before = time.process_time()
-    await asyncio.sleep(1.0)
-    assert time.process_time() - before < 0.02
+    await assert_self_idle(os.getpid(), 0.02)
     assert steps.thread.stuck_s() == 0.0
 
 
