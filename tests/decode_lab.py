@@ -23,7 +23,7 @@ from kvrelay.decode_node.serving import DecodeServer
 from kvrelay.decode_node.settings import DecodeSettings
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.endpoint import Limits, LocalPool, Outcome, WriterEndpoint
-from kvrelay.kv_transfer.fence_cells import HostCells
+from kvrelay.kv_transfer.fence_cells import FenceMemory
 from kvrelay.kv_transfer.nixl import NixlTransport
 from kvrelay.kv_transfer.transport import Region, Transport, agent_name
 from kvrelay.kvcache.checksum import checksum_ranges
@@ -255,15 +255,15 @@ async def until(question: Callable[[], Any], *, within_s: float = 10.0) -> Any:
 
 
 def _transfer(pool: LatentPool, name: str) -> TransferThread:
-    cells = HostCells(256)
-    _ALIVE.append(cells)
+    fences = FenceMemory.on_host(256)
+    _ALIVE.append(fences)
 
     def make(counters: Counters) -> Transport:
         return NixlTransport(
             agent_name=name,
             pool=Region(pool.address, pool.num_bytes),
             pool_pages=pool.num_pages,
-            cells=cells,
+            fences=fences,
             counters=counters,
         )
 

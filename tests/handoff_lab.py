@@ -28,7 +28,7 @@ from kvrelay.kv_transfer.endpoint import (
     ReaderHub,
     WriterEndpoint,
 )
-from kvrelay.kv_transfer.fence_cells import HostCells
+from kvrelay.kv_transfer.fence_cells import FenceMemory
 from kvrelay.kv_transfer.hub_servicer import HubServicer
 from kvrelay.kv_transfer.transport import Transport, agent_name
 from kvrelay.kv_transfer.values import MAX_RING_SIZE, Request
@@ -73,11 +73,11 @@ class Memory:
 
 @contextmanager
 def transfer_thread(
-    kind: str, name: str, memory: Memory, cells: HostCells, wrap: Wrap = as_it_is
+    kind: str, name: str, memory: Memory, fences: FenceMemory, wrap: Wrap = as_it_is
 ) -> Iterator[TransferThread]:
     def make(counters: Counters) -> Transport:
         pool = region_of(memory.mapping)
-        made = new_transport(kind, name=name, pool=pool, pool_pages=memory.num_pages, cells=cells, counters=counters)
+        made = new_transport(kind, name=name, pool=pool, pool_pages=memory.num_pages, fences=fences, counters=counters)
         return wrap(made)
 
     thread = TransferThread(make, on_fatal=lambda: None)
@@ -110,7 +110,7 @@ class Reader:
 
     memory: Memory
     thread: TransferThread
-    cells: HostCells
+    fences: FenceMemory
     hub: ReaderHub = field(init=False)
     admitted: list[AdmittedHandoff] = field(default_factory=list)
     failed: list[tuple[Epoch, Request, str]] = field(default_factory=list)
@@ -123,7 +123,7 @@ class Reader:
             node=Incarnation.new("decode"),
             endpoint="",
             pool=self.memory.pool(),
-            cells=self.cells,
+            cells=self.fences.cells,
             thread=self.thread,
             callbacks=HubCallbacks(
                 self.admitted.append,
@@ -171,10 +171,10 @@ async def ticking(hub: ReaderHub) -> None:
 
 @asynccontextmanager
 async def reader(kind: str, *, num_pages: int = 64, wrap: Wrap = as_it_is) -> AsyncIterator[Reader]:
-    memory, cells = Memory(num_pages), HostCells(16 * MAX_RING_SIZE)
+    memory, fences = Memory(num_pages), FenceMemory.on_host(16 * MAX_RING_SIZE)
     name = agent_name(Incarnation.new("decode"), 0)
-    with transfer_thread(kind, name, memory, cells, wrap) as thread:
-        side = Reader(memory, thread, cells)
+    with transfer_thread(kind, name, memory, fences, wrap) as thread:
+        side = Reader(memory, thread, fences)
         server = await serve(
             listen="127.0.0.1:0",
             add_services=lambda s: decode_pb2_grpc.add_DecodeNodeServicer_to_server(
@@ -235,7 +235,7 @@ def _ranks(kind: str, writer: Incarnation, numbers: list[int], num_pages: int, w
         return
     memory = Memory(num_pages)
     with (
-        transfer_thread(kind, agent_name(writer, numbers[0]), memory, HostCells(256), wrap) as thread,
+        transfer_thread(kind, agent_name(writer, numbers[0]), memory, FenceMemory.on_host(256), wrap) as thread,
         _ranks(kind, writer, numbers[1:], num_pages, wrap) as others,
     ):
         yield [Rank(writer, numbers[0], memory, thread), *others]

@@ -11,7 +11,7 @@ from pathlib import Path
 from handoff_lab import Memory, Rank, seal, transfer_thread
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Incarnation
-from kvrelay.kv_transfer.fence_cells import HostCells
+from kvrelay.kv_transfer.fence_cells import FenceMemory
 from kvrelay.kv_transfer.transport import agent_name
 from kvrelay.proto.v1 import handoff_pb2
 from transport_party import KINDS
@@ -33,7 +33,7 @@ async def main(kind: str, raw_ticket: str, num_pages: str) -> None:
     ticket = handoff_pb2.Ticket.FromString(bytes.fromhex(raw_ticket))
     writer = Incarnation(ticket.writer.name, ticket.writer.start_id)
     memory = Memory(int(num_pages))
-    with transfer_thread(kind, agent_name(writer, 0), memory, HostCells(64)) as thread:
+    with transfer_thread(kind, agent_name(writer, 0), memory, FenceMemory.on_host(64)) as thread:
         rank = Rank(writer, 0, memory, thread)
         rank.fill(seed=1)
         end = rank.endpoint(ticket)

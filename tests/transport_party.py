@@ -17,7 +17,7 @@ import xxhash
 
 from kvrelay.core.errors import ServeError
 from kvrelay.core.types import Counters
-from kvrelay.kv_transfer.fence_cells import HostCells
+from kvrelay.kv_transfer.fence_cells import FenceMemory
 from kvrelay.kv_transfer.loopback import LoopbackTransport
 from kvrelay.kv_transfer.nixl import NixlTransport
 from kvrelay.kv_transfer.plan import Copy
@@ -30,10 +30,10 @@ KINDS: dict[str, dict[str, str]] = {"loopback": {}, "nixl": {}, "nixl-tcp": {"UC
 
 
 def new_transport(
-    kind: str, *, name: str, pool: Region, pool_pages: int, cells: HostCells, counters: Counters
+    kind: str, *, name: str, pool: Region, pool_pages: int, fences: FenceMemory, counters: Counters
 ) -> Transport:
     make = LoopbackTransport if kind == "loopback" else NixlTransport
-    return make(agent_name=name, pool=pool, pool_pages=pool_pages, cells=cells, counters=counters)
+    return make(agent_name=name, pool=pool, pool_pages=pool_pages, fences=fences, counters=counters)
 
 
 class _Child:
@@ -42,10 +42,10 @@ class _Child:
     def __init__(self, kind: str, name: str) -> None:
         self._memory = mmap.mmap(-1, POOL_BYTES)
         self._pool = memoryview(self._memory)
-        self._cells = HostCells(1024)
+        self._fences = FenceMemory.on_host(1024, num_sources=64)
         self._counters = Counters()
         self._transport = new_transport(
-            kind, name=name, pool=region_of(self._memory), pool_pages=1, cells=self._cells, counters=self._counters
+            kind, name=name, pool=region_of(self._memory), pool_pages=1, fences=self._fences, counters=self._counters
         )
         self._handles: list[Handle] = []
         self._notices: list[tuple[str, str]] = []
@@ -105,7 +105,7 @@ class _Child:
         return self._landed.get(notice)
 
     def cell(self, number: int) -> int:
-        return self._cells.load(number)
+        return self._fences.cells.load(number)
 
     def counted(self) -> dict[str, float]:
         return self._counters.values

@@ -23,7 +23,7 @@ from kvrelay.core.types import Counters, Epoch, Incarnation
 from kvrelay.index.registry import NodeRegistry
 from kvrelay.kv_transfer import hub_servicer
 from kvrelay.kv_transfer.agent_thread import TransferThread
-from kvrelay.kv_transfer.fence_cells import HostCells
+from kvrelay.kv_transfer.fence_cells import FenceMemory
 from kvrelay.kv_transfer.hub_values import AdmittedHandoff, HubCallbacks
 from kvrelay.kv_transfer.local import Limits, LocalPool
 from kvrelay.kv_transfer.nixl import NixlTransport
@@ -150,12 +150,12 @@ class DecodePeer:
 async def decode_peer(folder: Path, *, name: str = "decode-for-tests") -> AsyncIterator[DecodePeer]:
     model = load_model(folder, dtype="float32", device=torch.device("cpu"))
     pool = LatentPool(model.layout(block_tokens=BLOCK_TOKENS), 128, torch.device("cpu"))
-    node, cells = Incarnation.new(name), HostCells(16 * MAX_RING_SIZE)
+    node, fences = Incarnation.new(name), FenceMemory.on_host(16 * MAX_RING_SIZE)
     region = Region(pool.address, pool.num_bytes)
 
     def make(counters: Counters) -> Transport:
         return NixlTransport(
-            agent_name=agent_name(node, 0), pool=region, pool_pages=pool.num_pages, cells=cells, counters=counters
+            agent_name=agent_name(node, 0), pool=region, pool_pages=pool.num_pages, fences=fences, counters=counters
         )
 
     thread = TransferThread(make, on_fatal=lambda: None)
@@ -175,7 +175,7 @@ async def decode_peer(folder: Path, *, name: str = "decode-for-tests") -> AsyncI
         on_pages_free=free,
     )
     hub = ReaderHub(
-        node=node, endpoint="", pool=local, cells=cells, thread=thread, callbacks=callbacks, limits=Limits()
+        node=node, endpoint="", pool=local, cells=fences.cells, thread=thread, callbacks=callbacks, limits=Limits()
     )
     server = aio.server()
     hub_servicer.add_to_server(hub, server)

@@ -14,7 +14,7 @@ from handoff_lab import Memory
 from kvrelay.core.errors import TransferError
 from kvrelay.core.types import Counters
 from kvrelay.kv_transfer.agent_thread import TransferThread
-from kvrelay.kv_transfer.fence_cells import HostCells
+from kvrelay.kv_transfer.fence_cells import FenceMemory
 from kvrelay.kv_transfer.nixl import NixlTransport, nixl_errors
 from kvrelay.kv_transfer.outgoing import Posting
 from kvrelay.kv_transfer.plan import Copy
@@ -29,7 +29,7 @@ def make(memory: Memory, counters: Counters, *, name: str = "here") -> Transport
         name=name,
         pool=region_of(memory.mapping),
         pool_pages=memory.num_pages,
-        cells=HostCells(64),
+        fences=FenceMemory.on_host(64),
         counters=counters,
     )
 
@@ -171,7 +171,7 @@ def test_a_transport_that_cannot_be_read_any_more_ends_the_process_with_its_reas
             name="reader",
             pool=region_of(memory.mapping),
             pool_pages=1,
-            cells=HostCells(64),
+            fences=FenceMemory.on_host(64),
             counters=counters,
         )
         assert isinstance(transport, NixlTransport)

@@ -15,7 +15,7 @@ from kvrelay.core.shard import Span
 from kvrelay.core.types import Counters, Incarnation
 from kvrelay.kernels.checksum import checksum_ranges
 from kvrelay.kv_transfer.agent_thread import TransferThread
-from kvrelay.kv_transfer.fence_cells import HostCells
+from kvrelay.kv_transfer.fence_cells import FenceMemory
 from kvrelay.kv_transfer.outcome import Failed, Settled
 from kvrelay.kv_transfer.outgoing import Outgoing, Posting
 from kvrelay.kv_transfer.packing import Packer, Slots
@@ -65,7 +65,7 @@ def a_rank(kind: str, *, parts: int, wrap: Callable[[Transport], Transport] = la
         return wrap(
             new_transport(
                 kind, name=agent_name(writer, 0), pool=region_of(memory.mapping), pool_pages=PAGES,
-                cells=HostCells(64), counters=counters,
+                fences=FenceMemory.on_host(64), counters=counters,
             )
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ from faulty_transport import FaultyTransport
 from kvrelay.core.errors import TransferError
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.types import Counters
-from kvrelay.kv_transfer.fence_cells import HostCells
+from kvrelay.kv_transfer.fence_cells import FenceMemory
 from kvrelay.kv_transfer.self_relay import prove_relay
 from kvrelay.kv_transfer.transport import Region, Transport
 from kvrelay.kvcache.pool import LatentPool
@@ -27,7 +27,7 @@ def agent(kind: str) -> Iterator[tuple[Transport, LatentPool]]:
     pool = LatentPool(LAYOUT, 4, torch.device("cpu"))
     transport = new_transport(
         kind, name=f"self/{kind}", pool=Region(pool.address, pool.num_bytes), pool_pages=4,
-        cells=HostCells(8), counters=Counters(),
+        fences=FenceMemory.on_host(8), counters=Counters(),
     )  # fmt: skip
     try:
         yield transport, pool

@@ -135,6 +135,20 @@ def test_a_fence_that_is_done_comes_after_everything_posted_before(pair: tuple[P
     assert all(outcome(writer, handle)[0] == "Done" for handle in data)
 
 
+def test_our_own_fences_leave_the_cells_that_peers_write_alone(pair: tuple[Party, Party]) -> None:
+    """A node that reads and writes: a number of ours in a cell would pass for a peer's proof, or wipe one out."""
+    writer, reader = pair
+    reader.connect(**writer.address())
+    outcome(reader, reader.fence("writer", 1023, 7))
+
+    for cell in range(64):  # with all sources in use at once
+        outcome(writer, writer.fence("reader", cell, 100 + cell))
+
+    assert [reader.cell(cell) for cell in range(64)] == [100 + cell for cell in range(64)]
+    assert [cell for cell in range(1024) if writer.cell(cell)] == [1023]
+    assert writer.cell(1023) == 7
+
+
 def test_a_fence_announces_nothing(pair: tuple[Party, Party]) -> None:
     writer, reader = pair
 

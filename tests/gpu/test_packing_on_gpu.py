@@ -12,7 +12,7 @@ from kvrelay.core.shard import Span
 from kvrelay.core.types import Counters
 from kvrelay.kernels import checksum
 from kvrelay.kv_transfer import pool_agent
-from kvrelay.kv_transfer.fence_cells import TensorCells
+from kvrelay.kv_transfer.fence_cells import FenceMemory
 from kvrelay.kv_transfer.nixl import NixlTransport
 from kvrelay.kv_transfer.outgoing import Outgoing, Posting
 from kvrelay.kv_transfer.plan import Route, part_ranges
@@ -56,9 +56,9 @@ def test_both_kinds_of_checksums_of_a_device_are_those_of_a_host(pool: LatentPoo
 
 
 def test_scattered_pages_land_in_a_run_of_pages_by_one_piece_per_part(pool: LatentPool) -> None:
-    cells = TensorCells(torch.zeros(8, dtype=torch.int64, device=pool.device))
+    fences = FenceMemory.in_tensor(torch.zeros(8, dtype=torch.int64, device=pool.device))
     transport = NixlTransport(
-        agent_name="packs/gpu", pool=Region(pool.address, pool.region_bytes, 0), pool_pages=PAGES, cells=cells,
+        agent_name="packs/gpu", pool=Region(pool.address, pool.region_bytes, 0), pool_pages=PAGES, fences=fences,
         counters=Counters(),
     )  # fmt: skip
     transport.connect(transport.address())

@@ -7,7 +7,7 @@ import torch
 
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.types import Counters
-from kvrelay.kv_transfer.fence_cells import TensorCells
+from kvrelay.kv_transfer.fence_cells import FenceMemory
 from kvrelay.kv_transfer.nixl import NixlTransport
 from kvrelay.kv_transfer.self_relay import prove_relay
 from kvrelay.kv_transfer.transport import Region
@@ -20,9 +20,9 @@ def test_a_page_of_a_gpu_is_relayed_to_its_own_node_and_leaves_nothing_behind() 
     device = torch.device("cuda", 0)
     layout = PageLayout(num_layers=3, latent_width=512, rope_width=64, dtype="bfloat16", model_id="m")
     pool = LatentPool(layout, 8, device)
-    cells = TensorCells(torch.zeros(8, dtype=torch.int64, device=device))
+    fences = FenceMemory.in_tensor(torch.zeros(8, dtype=torch.int64, device=device))
     transport = NixlTransport(
-        agent_name="self/gpu", pool=Region(pool.address, pool.num_bytes, 0), pool_pages=8, cells=cells,
+        agent_name="self/gpu", pool=Region(pool.address, pool.num_bytes, 0), pool_pages=8, fences=fences,
         counters=Counters(),
     )  # fmt: skip
     prove_relay(transport, pool)

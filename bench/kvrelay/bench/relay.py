@@ -35,12 +35,12 @@ from kvrelay.core.layout import PageLayout
 from kvrelay.core.types import Counters
 from kvrelay.kernels.pieces import WORD_BYTES
 from kvrelay.kv_transfer.device_pool import gather_on_device
-from kvrelay.kv_transfer.fence_cells import HostCells, TensorCells
+from kvrelay.kv_transfer.fence_cells import FenceMemory
 from kvrelay.kv_transfer.nixl import NixlTransport
 from kvrelay.kv_transfer.outgoing import Outgoing, Posting
 from kvrelay.kv_transfer.packing import Gather, Packer
 from kvrelay.kv_transfer.plan import Copies, Copy, CopyTable, table_of
-from kvrelay.kv_transfer.transport import Cells, Done, Failed, Region
+from kvrelay.kv_transfer.transport import Done, Failed, Region
 from kvrelay.kvcache.pool import LatentPool
 
 _ROUNDS = 7
@@ -66,11 +66,13 @@ class Side:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         pool = LatentPool(layout, 2 * pages, device, staging_bytes=_STAGING_BYTES)
-        cells: Cells = HostCells(8)
+        fences = FenceMemory.on_host(8)
         if device.type == "cuda":
-            cells = TensorCells(torch.zeros(8, dtype=torch.int64, device=device))
+            fences = FenceMemory.in_tensor(torch.zeros(8, dtype=torch.int64, device=device))
         region = Region(pool.address, pool.region_bytes, device.index if device.type == "cuda" else -1)
-        transport = NixlTransport(agent_name=name, pool=region, pool_pages=2 * pages, cells=cells, counters=Counters())
+        transport = NixlTransport(
+            agent_name=name, pool=region, pool_pages=2 * pages, fences=fences, counters=Counters()
+        )
         return cls(pool, transport)
 
     def scattered(self, seed: int) -> list[int]:

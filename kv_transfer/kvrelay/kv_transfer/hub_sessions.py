@@ -15,7 +15,7 @@ from kvrelay.core.errors import ServeError, StaleMessageError
 from kvrelay.core.types import Counters, Epoch
 from kvrelay.kv_transfer import session_events as ev
 from kvrelay.kv_transfer.agent_thread import TransferThread
-from kvrelay.kv_transfer.fence_cells import FenceSlots
+from kvrelay.kv_transfer.fence_cells import FenceCells, FenceSlots
 from kvrelay.kv_transfer.hub_values import AdmittedHandoff, HubCallbacks
 from kvrelay.kv_transfer.landing import Expected
 from kvrelay.kv_transfer.local import Limits, LocalPool
@@ -23,7 +23,7 @@ from kvrelay.kv_transfer.notice import NoticeKey
 from kvrelay.kv_transfer.plan import part_ranges
 from kvrelay.kv_transfer.session import ReaderSession
 from kvrelay.kv_transfer.session_table import State
-from kvrelay.kv_transfer.transport import Cells, agent_name
+from kvrelay.kv_transfer.transport import agent_name
 from kvrelay.kv_transfer.values import Part, Request, Reservation
 from kvrelay.proto.v1 import handoff_pb2
 
@@ -64,7 +64,7 @@ class HubSessions:
         self,
         *,
         pool: LocalPool,
-        cells: Cells,
+        cells: FenceCells,
         thread: TransferThread,
         callbacks: HubCallbacks,
         limits: Limits,

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 from kvrelay.core.errors import InvalidRequestError, TransferError
 from kvrelay.core.types import Counters
+from kvrelay.kv_transfer.fence_cells import FenceMemory
 from kvrelay.kv_transfer.plan import Copy
 from kvrelay.kv_transfer.transport import (
     CELL_BYTES,
     PENDING,
     Address,
-    Cells,
     Done,
     Failed,
     Handle,
@@ -122,18 +122,20 @@ class LoopbackTransport:
 
     name = NAME
 
-    def __init__(self, *, agent_name: str, pool: Region, pool_pages: int, cells: Cells, counters: Counters) -> None:
+    def __init__(
+        self, *, agent_name: str, pool: Region, pool_pages: int, fences: FenceMemory, counters: Counters
+    ) -> None:
         self._name = agent_name
         self._counters = counters
-        self._pool = pool.view()
-        self._regions = (self._pool, cells.region.view())
+        self._pool, self._fences = pool.view(), fences  # which must stay mapped
+        self._regions = (self._pool, fences.cells.region.view())
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)
         self._outgoing: dict[str, _Outgoing] = {}
         self._incoming: list[_Incoming] = []
         self._next_sequence = 0
         metadata = "{}:{}".format(*self._listener.getsockname()).encode()
-        self._address = Address(NAME, agent_name, metadata, digest(metadata), pool, pool_pages, cells.region)
+        self._address = Address(NAME, agent_name, metadata, digest(metadata), pool, pool_pages, fences.cells.region)
 
     def address(self) -> Address:
         return self._address

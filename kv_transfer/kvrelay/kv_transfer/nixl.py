@@ -23,12 +23,12 @@ import numpy as np
 
 from kvrelay.core.errors import TransferError
 from kvrelay.core.types import Counters
+from kvrelay.kv_transfer.fence_cells import FenceMemory, Source
 from kvrelay.kv_transfer.plan import Copy, table_of
 from kvrelay.kv_transfer.transport import (
     CELL_BYTES,
     PENDING,
     Address,
-    Cells,
     Done,
     Failed,
     Handle,
@@ -45,16 +45,16 @@ NAME = "nixl"
 
 @dataclass(slots=True)
 class _Write:
-    """A handle of ours: NIXL's, and the source cell of a fence."""
+    """A handle of ours: NIXL's, and what it reads when it is a fence."""
 
     xfer: Any
     peer: str
-    fence_cell: int | None
+    source: Source | None
     done: bool = False  # already when posted
 
 
 class NixlTransport:
-    """One NIXL agent over one pool and one region of fence cells."""
+    """One NIXL agent over one pool and one memory of fences."""
 
     name = NAME
 
@@ -64,12 +64,12 @@ class NixlTransport:
         agent_name: str,
         pool: Region,
         pool_pages: int,
-        cells: Cells,
+        fences: FenceMemory,
         counters: Counters,
         net_devices: str = "",
         tcp_port_range: str = "",
     ) -> None:
-        """Create the agent and register both regions.
+        """Create the agent and register all memory.
 
         Args:
             net_devices, tcp_port_range: for UCX, which otherwise listens on random ports of every interface, without
@@ -81,19 +81,18 @@ class NixlTransport:
         self._log = _configure_ucx(net_devices=net_devices, tcp_port_range=tcp_port_range)
         self._errors = nixl_errors()
         self._agent = _new_agent(agent_name, self._errors)
-        self._pool, self._cells, self._counters = pool, cells, counters
-        self._free_cells = list(range(cells.num_cells))  # sources of our own fences
+        self._pool, self._fences, self._counters = pool, fences, counters
         self._peers: dict[str, Address] = {}
         self._routes: dict[str, str] = {}
         self._choices_before: dict[str, int] = {}  # of UCX, when a peer was connected whose route is not known yet
-        for region in (pool, cells.region):
+        for region in (pool, fences.cells.region, fences.sources.region):
             kind = _kind(region)
             try:
                 self._agent.register_memory([(region.address, region.num_bytes, _device(region), "")], kind)
             except self._errors as err:
                 raise TransferError(f"NIXL cannot register {region.num_bytes} bytes of {kind}: {err!r}") from err
         metadata: bytes = self._agent.get_agent_metadata()
-        self._address = Address(NAME, agent_name, metadata, digest(metadata), pool, pool_pages, cells.region)
+        self._address = Address(NAME, agent_name, metadata, digest(metadata), pool, pool_pages, fences.cells.region)
 
     def address(self) -> Address:
         return self._address
@@ -162,17 +161,15 @@ class NixlTransport:
 
     def write_fence(self, peer: str, cell: int, value: int) -> Handle:
         there = self._peer(peer).fence
-        if not self._free_cells:
-            raise TransferError(f"all {self._cells.num_cells} fence sources are in use")
-        source = self._free_cells.pop()
-        self._cells.store(source, value)
+        sources = self._fences.sources
+        source, here = sources.take(value), sources.region
         size = np.array([CELL_BYTES], dtype=np.uint64)
-        local = _descriptors(self._cells.region, np.array([source * CELL_BYTES], dtype=np.uint64), size)
+        local = _descriptors(here, np.array([source * CELL_BYTES], dtype=np.uint64), size)
         remote = _descriptors(there, np.array([cell * CELL_BYTES], dtype=np.uint64), size)
         try:
-            return self._start(peer, (_kind(self._cells.region), local), (_kind(there), remote), b"", source)
+            return self._start(peer, (_kind(here), local), (_kind(there), remote), b"", source)
         except TransferError:
-            self._free_cells.append(source)
+            sources.give_back(source)
             raise
 
     def poll(self, handle: Handle) -> Progress:
@@ -186,7 +183,7 @@ class NixlTransport:
             num_bytes = int(self._agent.get_xfer_telemetry(handle.xfer).totalBytes)
         except self._errors as err:
             return self._failed(f"a write to {handle.peer} failed: {err!r}")
-        if handle.fence_cell is None:
+        if handle.source is None:
             self._counters.add("nixl_bytes_total", num_bytes)
         return Done(num_bytes)
 
@@ -207,8 +204,8 @@ class NixlTransport:
             handle.xfer.release()
         except self._errors as err:
             log.warning("NIXL cannot release a write to %s: %r", handle.peer, err)
-        if handle.fence_cell is not None:
-            self._free_cells.append(handle.fence_cell)
+        if handle.source is not None:
+            self._fences.sources.give_back(handle.source)
 
     def close(self) -> None:
         for peer in list(self._peers):
@@ -220,13 +217,13 @@ class NixlTransport:
         return self._peers[peer]
 
     def _start(
-        self, peer: str, local: tuple[str, Any], remote: tuple[str, Any], notice: bytes, fence_cell: int | None
+        self, peer: str, local: tuple[str, Any], remote: tuple[str, Any], notice: bytes, source: Source | None
     ) -> _Write:
         agent = self._agent
         try:
             # Descriptors are integers of our own protocol; NIXL's serialised form is pickle and must not be read.
             here, there = agent.get_xfer_descs(local[1], local[0]), agent.get_xfer_descs(remote[1], remote[0])
-            write = _Write(agent.initialize_xfer("WRITE", here, there, peer, notice), peer, fence_cell)
+            write = _Write(agent.initialize_xfer("WRITE", here, there, peer, notice), peer, source)
         except self._errors as err:
             raise TransferError(f"NIXL cannot prepare a write to {peer}: {err!r}") from err
         try:

@@ -17,12 +17,12 @@ from kvrelay.kernels.pieces import WORD_BYTES
 from kvrelay.kernels.triton_support import triton_refuses
 from kvrelay.kv_transfer import device_pool
 from kvrelay.kv_transfer.agent_thread import TransferThread
-from kvrelay.kv_transfer.fence_cells import HostCells, TensorCells
+from kvrelay.kv_transfer.fence_cells import FenceCells, FenceMemory
 from kvrelay.kv_transfer.local import DeviceSums, LocalPool
 from kvrelay.kv_transfer.packing import Packer
 from kvrelay.kv_transfer.plan import Copy, table_of
 from kvrelay.kv_transfer.self_relay import prove_relay
-from kvrelay.kv_transfer.transport import Cells, Region, Transport, agent_name
+from kvrelay.kv_transfer.transport import Region, Transport, agent_name
 from kvrelay.kv_transfer.ucx_log import is_expected
 from kvrelay.kv_transfer.values import ChecksumKind
 from kvrelay.kvcache.checksum import pool_checksum, start_pool_checksum
@@ -40,7 +40,7 @@ class PoolAgent:
     """A registered pool's way to the data plane, for as long as its process lives, in whatever role."""
 
     transfer: TransferThread
-    cells: Cells  # of fences
+    cells: FenceCells
     on_fatal: Callable[[], None]  # called on the agent's thread when it dies of a bug; belongs to who serves now
     last_epoch: int = 0  # the cells keep what was written for earlier reservations, so their numbers never come again
 
@@ -90,9 +90,10 @@ def start_agent(
     Raises:
         TransferError: the transport does not start, or does not relay.
     """
-    cells: Cells = HostCells(num_cells)
     if pool.device.type == "cuda":
-        cells = TensorCells(torch.zeros(num_cells, dtype=torch.int64, device=pool.device))
+        fences = FenceMemory.in_tensor(torch.zeros(num_cells, dtype=torch.int64, device=pool.device))
+    else:
+        fences = FenceMemory.on_host(num_cells)
     expected = tuple(settings.expected_transports.split(",")) if settings.expected_transports else ()
     device_id = pool.device.index if pool.device.type == "cuda" else -1
     region = Region(pool.address, pool.region_bytes, device_id)
@@ -105,7 +106,7 @@ def start_agent(
             agent_name=agent_name(node, rank),
             pool=region,
             pool_pages=pool.num_pages,
-            cells=cells,
+            fences=fences,
             counters=counters,
             net_devices=settings.net_devices,
             tcp_port_range=settings.tcp_port_range,
@@ -120,7 +121,7 @@ def start_agent(
         packer=packer(pool),
         expected_routes=expected,
     )
-    agent = PoolAgent(thread, cells, on_fatal)
+    agent = PoolAgent(thread, fences.cells, on_fatal)
     thread.start()
     return agent
 

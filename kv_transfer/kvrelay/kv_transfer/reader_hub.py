@@ -18,11 +18,11 @@ from kvrelay.core.types import Counters, Epoch, Incarnation, PageRun
 from kvrelay.kv_transfer import session_events as ev
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.attach_stream import serve_stream, take_late_fence
+from kvrelay.kv_transfer.fence_cells import FenceCells
 from kvrelay.kv_transfer.hub_sessions import HubSessions, remember
 from kvrelay.kv_transfer.hub_values import HubCallbacks, HubStats
 from kvrelay.kv_transfer.local import Limits, LocalPool
 from kvrelay.kv_transfer.session_table import State
-from kvrelay.kv_transfer.transport import Cells
 from kvrelay.kv_transfer.values import MAX_RING_SIZE, Request, Reservation
 from kvrelay.kv_transfer.wire import address_to_pb, checksum_kind_to_pb, request_to_pb
 from kvrelay.proto.convert import epoch_to_pb, incarnation_to_pb, ms_to_pb, runs_to_pb
@@ -41,7 +41,7 @@ class ReaderHub:
         node: Incarnation,
         endpoint: str,
         pool: LocalPool,
-        cells: Cells,
+        cells: FenceCells,
         thread: TransferThread,
         callbacks: HubCallbacks,
         limits: Limits,
@@ -51,7 +51,7 @@ class ReaderHub:
 
         Args:
             endpoint: host:port where prefill ranks reach Attach; may be set later, before the first `reserve`.
-            cells: the fence cells that the transport of `thread` registered.
+            cells: those that the transport of `thread` registered.
             thread: started.
         """
         self.endpoint = endpoint

@@ -38,17 +38,6 @@ class Region:
         return memoryview((ctypes.c_char * self.num_bytes).from_address(self.address)).cast("B")
 
 
-class Cells(Protocol):
-    """Eight-byte numbers in a region: fence cells on the reader, their sources on the writer."""
-
-    @property
-    def region(self) -> Region: ...
-    @property
-    def num_cells(self) -> int: ...
-    def store(self, cell: int, value: int) -> None: ...
-    def load(self, cell: int) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Address:
     """How to reach one agent of the data plane."""
