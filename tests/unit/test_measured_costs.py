@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from kvrelay.core.clock import ManualClock
 from kvrelay.core.time_fit import TimeFit
-from kvrelay.core.types import Incarnation, LinkState, Role
+from kvrelay.core.types import Counters, Incarnation, LinkState, Role
 from kvrelay.kv_transfer.link_meter import LinkMeter
 from kvrelay.kv_transfer.link_records import MOST_LINKS, add_links
+from kvrelay.kv_transfer.links import Links
 from kvrelay.prefill_node.published_cost import cost_of
 from kvrelay.proto.v1 import fleet_pb2
 from kvrelay.router.cost import DEFAULT_COST, compute_s, published_cost, step_s
@@ -223,3 +225,18 @@ def test_a_node_that_takes_another_role_has_yet_to_prove_itself_in_it() -> None:
 
     learned.corrected([replace(node, role=Role.PREFILL)])
     assert not learned.is_proven(node.incarnation)
+
+
+def test_of_too_many_links_the_one_used_longest_ago_is_forgotten() -> None:
+    clock = ManualClock()
+    links = Links(Counters(), expected_routes=(), clock=clock)
+    for name in ("first", *(f"d{at}" for at in range(1022)), "last"):
+        clock.advance(1.0)
+        meter = links.to(name)
+        meter.route = "rc"
+    links.to("first").posted(clock())
+    links.to("new").route = "rc"
+
+    assert links.states().keys() >= {"first", "last", "new"}
+    assert "d0" not in links.states()
+    assert links.states()["d1"].age_s > links.states()["last"].age_s == 0.0

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kvrelay.index.reader import Confidence
-from kvrelay.router.books import Books
+from kvrelay.router.books import Books, Share
 from kvrelay.router.cost import NodeCost
 from kvrelay.router.decisions import explained
 from kvrelay.router.fleet import NodeView
-from kvrelay.router.placement import Load, Question, place
+from kvrelay.router.placement import Load, Pair, Question, place
 from placement_lab import HASHES, PAGE, asked, decode, names, prefill
 
 P, D = prefill("p"), decode("d")
@@ -78,6 +78,37 @@ def test_what_a_decode_node_computes_itself_is_no_load_of_the_prefill_node_and_n
     assert P.incarnation not in dict(books.tentative_blocks(HASHES))
     entry.release()
     assert books.accounts == {}
+
+
+def test_a_decode_node_counts_as_having_a_prompt_once_it_is_computed_and_until_the_request_ends() -> None:
+    books = Books()
+    entry = books.enter(Pair(P, D, 100, {}), decode_pages=3, hashes=HASHES)
+    assert dict(books.tentative_blocks(HASHES)) == {P.incarnation: 10}
+
+    entry.computed()
+    assert dict(books.tentative_blocks(HASHES)) == {P.incarnation: 10, D.incarnation: 10}
+    entry.release()
+    assert books.tentative_blocks(HASHES) == []
+
+
+@pytest.mark.parametrize("is_computed", [False, True])
+def test_the_books_follow_to_where_the_work_is_done(is_computed: bool) -> None:
+    books, ended = Books(), []
+    pair = place([P, CHAT], after_a_turn())
+    entry = books.enter(pair, decode_pages=32, hashes=HASHES, on_computed=lambda: ended.append(1))
+    if is_computed:  # too late: nothing is to be done any more
+        entry.computed()
+    books.replan(entry, (Share(P.incarnation, 500, work_s=2.0), Share(CHAT.incarnation, pages=32)))
+
+    assert (P.incarnation in books.loads()) is not is_computed
+    assert not entry.is_alone or is_computed
+    if not is_computed:
+        assert books.loads()[P.incarnation] == Load(1, 500, 0)
+        assert books.loads()[CHAT.incarnation] == Load(1, 0, 32)
+        assert dict(books.tentative_blocks(HASHES)) == {P.incarnation: 10}
+    entry.release()
+    assert (books.accounts, ended, books.num_waiting) == ({}, [1], 0)
+    assert books.tentative_blocks(HASHES) == []
 
 
 # -- what a prefill node fetches

@@ -41,6 +41,7 @@ class Entry:
     shares: tuple[Share, ...]  # where the prompt is computed first
     hashes: Sequence[bytes]
     entered_s: float = 0.0
+    held_by: list[Incarnation] = field(default_factory=list)  # where its blocks are on their way, or are
     work: int = 0  # see `LoadColumns.put`
     key: int = 0  # for its owner
     is_alone: bool = True  # nothing else was computed on its prefill node as long as it was
@@ -49,16 +50,19 @@ class Entry:
     on_computed: Callable[[], None] = lambda: None
 
     def computed(self) -> None:
-        """The prompt is computed and no work ahead any more."""
+        """The prompt is computed and no work ahead any more; from here on decode has it too."""
+        self._computed(landed=True)
+
+    def _computed(self, *, landed: bool) -> None:
         if not self.is_computed and not self.is_released:
             self.is_computed = True
             self.on_computed()
-            self.books.computed(self)
+            self.books.computed(self, landed=landed)
 
     def release(self) -> None:
         """The request has ended; the second time nothing happens."""
         if not self.is_released:
-            self.computed()
+            self._computed(landed=False)
             self.is_released = True
             self.books.remove(self)
 
@@ -81,27 +85,61 @@ class Books:
         on_computed: Callable[[], None] = lambda: None,
     ) -> Entry:
         """Enter a request; `on_computed` is called once, at the latest when it is released."""
-        node = pair.prefill.incarnation
-        shares = [Share(node, tokens=pair.remaining_tokens, work_s=pair.work_s)]
+        shares = [Share(pair.prefill.incarnation, tokens=pair.remaining_tokens, work_s=pair.work_s)]
         if pair.decode is not None and pair.local is not None:
             node = pair.decode.incarnation
             shares = [Share(node, tokens=pair.remaining_tokens, pages=decode_pages, work_s=pair.work_s)]
         elif pair.decode is not None:
             shares.append(Share(pair.decode.incarnation, pages=decode_pages))
-        for share in shares:
-            self.accounts.setdefault(share.node, _Account()).requests += 1
-            self._columns.add(share.node, requests=1, tokens=share.tokens, pages=share.pages)
-            self._blocks.add(self._columns.slot(share.node), hashes)
-        self.loads().worked(node, pair.work_s)
+        entry = Entry(self, tuple(shares), hashes, self._clock(), on_computed=on_computed)
+        self._put(entry)
         if self._columns.num_nodes > _MAX_REMEMBERED:
             self._columns.forget_idle(keep=_LEAST_REMEMBERED)
-        entry = Entry(self, tuple(shares), hashes, self._clock(), on_computed=on_computed)
-        entry.work = self._columns.put(node, pair.work_s)
-        at_work = self.accounts[node].at_work
+        return entry
+
+    def replan(self, entry: Entry, shares: tuple[Share, ...]) -> None:
+        """Note that the prompt of a request is computed in another way than was planned, or elsewhere."""
+        if entry.is_computed or entry.is_released:
+            return
+        self._end_work(entry)
+        self._drop(entry)
+        entry.shares = shares
+        self._put(entry)
+        entry.is_alone = False  # its time would say little
+
+    def _put(self, entry: Entry) -> None:
+        for share in entry.shares:
+            self.accounts.setdefault(share.node, _Account()).requests += 1
+            self._columns.add(share.node, requests=1, tokens=share.tokens, pages=share.pages)
+        first = entry.shares[0]
+        self._hold(entry, first.node)
+        self.loads().worked(first.node, first.work_s)
+        entry.work = self._columns.put(first.node, first.work_s)
+        at_work = self.accounts[first.node].at_work
         for other in at_work.values():
             other.is_alone = entry.is_alone = False
         at_work[id(entry)] = entry
-        return entry
+
+    def _hold(self, entry: Entry, node: Incarnation) -> None:
+        self._blocks.add(self._columns.slot(node), entry.hashes)
+        entry.held_by.append(node)
+
+    def _end_work(self, entry: Entry) -> None:
+        for share in entry.shares:
+            self._columns.add(share.node, tokens=-share.tokens)
+        del self.accounts[entry.shares[0].node].at_work[id(entry)]
+        self._columns.take(entry.work)
+
+    def _drop(self, entry: Entry) -> None:
+        for node in entry.held_by:
+            self._blocks.remove(self._columns.slot(node), entry.hashes)
+        entry.held_by.clear()
+        for share in entry.shares:
+            self._columns.add(share.node, requests=-1, pages=-share.pages)
+            account = self.accounts[share.node]
+            account.requests -= 1
+            if not account.requests:
+                del self.accounts[share.node]
 
     @property
     def num_waiting(self) -> int:
@@ -114,23 +152,19 @@ class Books:
         return self._columns
 
     def tentative_blocks(self, hashes: Sequence[bytes]) -> list[tuple[Incarnation, int]]:
-        """Return how many leading blocks of a prompt each node has or will have by the requests placed on it."""
+        """Return how many leading blocks of a prompt each node has or will have by the requests placed on it.
+
+        Where a prompt is computed, those that follow wait for its blocks. Its decode node has them once it is.
+        """
         node = self._columns.node
         return [(node(slot), count) for slot, count in self._blocks.longest(hashes).items()]
 
-    def computed(self, entry: Entry) -> None:
+    def computed(self, entry: Entry, *, landed: bool) -> None:
         """For `Entry.computed`."""
-        for share in entry.shares:
-            self._columns.add(share.node, tokens=-share.tokens)
-        del self.accounts[entry.shares[0].node].at_work[id(entry)]
-        self._columns.take(entry.work)
+        self._end_work(entry)
+        for share in entry.shares[1:] if landed else ():
+            self._hold(entry, share.node)
 
     def remove(self, entry: Entry) -> None:
         """For `Entry.release`."""
-        for share in entry.shares:
-            self._columns.add(share.node, requests=-1, pages=-share.pages)
-            self._blocks.remove(self._columns.slot(share.node), entry.hashes)
-            account = self.accounts[share.node]
-            account.requests -= 1
-            if not account.requests:
-                del self.accounts[share.node]
+        self._drop(entry)

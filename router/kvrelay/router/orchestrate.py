@@ -161,23 +161,25 @@ class Run:
         sampling = self._job.sampling
         max_tokens = sampling.max_tokens - len(self._sent)
         prompt = np.concatenate([self._job.token_ids, np.asarray(self._sent, dtype=np.int32)])
-        try:
-            placed = await self._place(prompt, max_tokens, avoid, patience_s=0.0 if failure is None else PLACE_AGAIN_S)
-        except ServeError as err:
-            raise err if failure is None else _exhausted(failure, number - 1) from err
-        self.placed = placed
-        self._timer.placed()
         work = Work(
             common_pb2.RequestRef(request_id=self._job.request_id, attempt=number),
             prompt,
             replace(sampling, max_tokens=max_tokens, prompt_logprobs=sampling.prompt_logprobs and not self._sent),
             len(self._sent),
         )
+        try:
+            placed = await self._place(prompt, max_tokens, avoid, patience_s=0.0 if failure is None else PLACE_AGAIN_S)
+        except ServeError as err:
+            raise err if failure is None else _exhausted(failure, number - 1) from err
+        self.placed = placed
+        self._timer.placed()
         attempt = Attempt(self._shared, placed, work, self._deadline)
         try:
             await attempt.reserve()
             self._timer.reserved()
             self.is_local = attempt.is_local
+            if placed.is_local and not attempt.is_local:
+                placed.handed_over()
             if not self._admitted:
                 self._admitted = True
                 yield PlacedEvent(placed, attempt.is_local)
@@ -231,6 +233,8 @@ class Run:
         if kind == "started":
             merge.prefilled_tokens = message.started.cached_tokens
             self.pulled_tokens = message.started.pulled_tokens
+            if self.placed is not None and self.placed.pull_from is not None and not self.pulled_tokens:
+                self.placed.not_pulled()
             if not self._sent:
                 self._cached_tokens = message.started.cached_tokens
         elif kind == "progress":

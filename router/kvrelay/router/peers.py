@@ -36,6 +36,9 @@ class PullFrom:
     tokens: int
 
 
+def _nothing() -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A decision of the placer. `release` takes the request's load off the placer's books; call it once."""
@@ -47,6 +50,8 @@ class Placed:
     release: Callable[[], None]
     pull_from: PullFrom | None = None
     is_local: bool = False  # the decode node may compute what it lacks itself; `prefill` is for when it does not
+    handed_over: Callable[[], None] = _nothing  # to be called when the decode node does not
+    not_pulled: Callable[[], None] = _nothing  # to be called when the prefill node got nothing from `pull_from`
 
 
 class Placer(Protocol):

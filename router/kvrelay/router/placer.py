@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -11,28 +10,29 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.core import prefix_hash
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import OverloadedError
 from kvrelay.core.types import Incarnation
 from kvrelay.index.lookup import Lookup
 from kvrelay.index.reader import Confidence, Match
 from kvrelay.router.admission import Prospect, Terms, judge
-from kvrelay.router.books import Books, Entry
+from kvrelay.router.books import Books, Entry, Share
 from kvrelay.router.decisions import Decision, DecisionLog, explained
 from kvrelay.router.fleet import FleetView, NodeView
 from kvrelay.router.learned import Learned
 from kvrelay.router.load_columns import LoadColumns
 from kvrelay.router.peers import Placed, PullFrom
 from kvrelay.router.placement import Load, Pair, Question
+from kvrelay.router.prompt_hashes import hashes_by_layout, seed_of
 from kvrelay.router.replicas import together
+from kvrelay.router.score import work_s
 from kvrelay.router.shortlist import Roster
 from kvrelay.router.tenants import calling
 from kvrelay.router.turnstile import Turnstile
 
 LEAST_OBSERVED_TOKENS = 256  # in shorter prefills the messages between the processes weigh too much
-_HASHED_AT_ONCE_TOKENS = 1 << 16  # in about 0.2 ms
 _OUTPUT_WEIGHT = 2.0
+NO_PULL_S = 10.0  # a node that gave nothing is asked again after this: it has evicted it, or cannot be reached
 _SURENESS = (Confidence.EXACT, Confidence.DEGRADED, Confidence.FALLBACK)
 
 
@@ -95,6 +95,7 @@ class IndexPlacer:
         self._of_others: tuple[Mapping[Incarnation, Load], LoadColumns] = ({}, LoadColumns())
         self._entries: dict[int, Entry] = {}  # by identity of the Placed that was given out
         self._decided: dict[int, Decision] = {}
+        self._no_pull_until_s: dict[Incarnation, float] = {}
         self.decisions = DecisionLog()
 
     def own_loads(self) -> Mapping[Incarnation, Load]:
@@ -117,7 +118,7 @@ class IndexPlacer:
             UnavailableError: no node can take it now.
             OverloadedError: it would not be kept to its terms.
         """
-        hashes = await _hashes_by_layout(self._fleet.nodes(), token_ids)
+        hashes = await hashes_by_layout(self._fleet.nodes(), token_ids)
         work = _Work(len(token_ids), max_tokens, needs_decode, avoid, hashes)
         choice = await self._choose(work)
         self.decisions.confidences[choice.confidence] += 1
@@ -140,7 +141,7 @@ class IndexPlacer:
         Raises:
             InvalidRequestError, UnavailableError: as `place`.
         """
-        hashes = await _hashes_by_layout(self._fleet.nodes(), token_ids)
+        hashes = await hashes_by_layout(self._fleet.nodes(), token_ids)
         work = _Work(len(token_ids), max_tokens, max_tokens > 1, frozenset(), hashes)
         return _explained(work, await self._choose(work))
 
@@ -155,6 +156,7 @@ class IndexPlacer:
             cached_tokens=cached,
             loads=together(loads, others),
             avoid=work.avoid,
+            no_pull=self._no_pull(),
             usual_link_s=self._fleet.usual_link_s,
         )
         roster = self._present()
@@ -185,13 +187,26 @@ class IndexPlacer:
         placed = Placed(
             pair.prefill,
             pair.decode,
-            _seed(pair.prefill),
+            seed_of(pair.prefill),
             choice.confidence,
             lambda: self._release(entry),
             is_local=pair.local is not None,
             pull_from=None if pair.pull is None else PullFrom(pair.pull.source, pair.pull.upto),
+            handed_over=lambda: self._books.replan(entry, _all_by_prefill(choice, decode_pages)),
+            not_pulled=lambda: self._not_pulled(entry, choice, decode_pages),
         )
         return self._given_out(placed, entry, _explained(work, choice))
+
+    def _not_pulled(self, entry: Entry, choice: _Choice, decode_pages: int) -> None:
+        assert choice.pair.pull is not None
+        self._no_pull_until_s[choice.pair.pull.source.incarnation] = self._clock() + NO_PULL_S
+        self._books.replan(entry, _all_by_prefill(choice, decode_pages))
+
+    def _no_pull(self) -> frozenset[Incarnation]:
+        if self._no_pull_until_s:
+            now_s = self._clock()
+            self._no_pull_until_s = {one: until_s for one, until_s in self._no_pull_until_s.items() if until_s > now_s}
+        return frozenset(self._no_pull_until_s)
 
     def _admit(self, pair: Pair, terms: Terms) -> None:
         tenant, cost = calling.get(), pair.prefill.cost
@@ -262,16 +277,11 @@ class IndexPlacer:
         return cached, confidence
 
 
-async def _hashes_by_layout(nodes: Sequence[NodeView], token_ids: npt.NDArray[np.int32]) -> Mapping[bytes, list[bytes]]:
-    """Return the block hashes of a prompt for each page layout, in a thread when they take long: a million tokens
-    would be felt by every other stream."""
-    found = {}
-    for layout, node in {node.layout_fingerprint: node for node in nodes}.items():
-        if len(token_ids) <= _HASHED_AT_ONCE_TOKENS:
-            found[layout] = _hashes(node, token_ids)
-        else:
-            found[layout] = await asyncio.to_thread(_hashes, node, token_ids)
-    return found
+def _all_by_prefill(choice: _Choice, decode_pages: int) -> tuple[Share, ...]:
+    """Return what a request takes of its pair when the prefill node computes all that it has not cached."""
+    pair, question = choice.pair, choice.question
+    first = Share(pair.prefill.incarnation, question.remaining(pair.prefill), work_s=work_s(pair.prefill, question))
+    return (first,) if pair.decode is None else (first, Share(pair.decode.incarnation, pages=decode_pages))
 
 
 def _explained(work: _Work, choice: _Choice) -> Decision:
@@ -282,14 +292,6 @@ def _explained(work: _Work, choice: _Choice) -> Decision:
 def _tokens_of(choice: _Choice) -> float:
     """Return what a request costs its tenant: a token of the answer as much as several of the prompt."""
     return choice.pair.remaining_tokens + _OUTPUT_WEIGHT * choice.question.expected_output
-
-
-def _seed(node: NodeView) -> bytes:
-    return prefix_hash.seed(fingerprint=node.layout_fingerprint, tenant_salt=calling.get().salt)
-
-
-def _hashes(node: NodeView, token_ids: npt.NDArray[np.int32]) -> list[bytes]:
-    return prefix_hash.chain(_seed(node), token_ids, block_tokens=node.block_tokens)
 
 
 def _judged(match: Match, nodes: AbstractSet[Incarnation]) -> Confidence:

@@ -52,6 +52,7 @@ class Question:
     cached_tokens: Mapping[Incarnation, int] = field(default_factory=dict)  # of the prompt, per node that has any
     loads: Mapping[Incarnation, Load] = field(default_factory=dict)
     avoid: frozenset[Incarnation] = frozenset()
+    no_pull: frozenset[Incarnation] = frozenset()  # nodes that lately gave nothing of what they were said to have
     usual_link_s: float = 0.0  # per relayed token, between nodes that have not met; 0 = no link was measured yet
 
     def usable(self, node: NodeView) -> int:
@@ -121,7 +122,8 @@ def best_pull(prefill: NodeView, question: Question, nodes: Iterable[NodeView]) 
     for node in nodes if prefill.pulls else ():
         upto = min(question.cached_tokens.get(node.incarnation, 0), last_block * prefill.block_tokens)
         same = node.layout_fingerprint == prefill.layout_fingerprint
-        if upto <= have or node.role is not Role.DECODE or not same or node.incarnation in question.avoid:
+        refused = node.incarnation in question.avoid or node.incarnation in question.no_pull
+        if upto <= have or node.role is not Role.DECODE or not same or refused:
             continue
         token_s = question.link_s(node, prefill) or node.cost.relay_token_s
         transfer = PULL_START_S + (upto - have) * token_s
