@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvrelay.core.errors import CapacityError
 from kvrelay.prefill_node.jobs import CacheChanged, Job
 from played_ring import BLOCK, PAGE, Ring, a_job
 
@@ -43,6 +46,32 @@ def test_blocks_that_are_here_are_not_fetched_again() -> None:
     ring.control.end_fill("fill")
     assert ring.control.begin_fill("again", job.block_hashes[:2]) is None
     assert ring.pages.account().pinned == 0
+
+
+def test_a_request_whose_blocks_are_fetched_has_its_place_in_the_queue() -> None:
+    ring, job = Ring(max_jobs=2), a_job("a", 150)
+    begun(ring, job)
+    ring.control.submit(a_job("b", 150, prefix=1), 0.0)
+
+    with pytest.raises(CapacityError, match="2 requests wait or run here, the limit is 2"):
+        ring.control.submit(a_job("c", 150, prefix=2), 0.0)
+    assert ring.control.begin_fill("more", a_job("c", 150, prefix=2).block_hashes[:4]) is None
+
+    ring.control.complete_fill("fill")  # its pages are held for a while; its place is the request's
+    ring.control.submit(job, 0.0)
+    ring.control.end_fill("fill")
+    assert ring.control.active_jobs == 2
+
+
+def test_a_fill_that_has_no_end_yet_takes_no_request_s_place() -> None:
+    ring, job = Ring(max_jobs=1), a_job("a", 150)
+    begun(ring, job)
+    ring.control.give_up_fill("fill")
+    ring.control.quarantine_fill("fill")
+
+    ring.control.submit(a_job("b", 150, prefix=1), 0.0)
+
+    assert ring.control.active_jobs == 1
 
 
 def test_others_wait_for_a_fill_and_take_over_when_it_is_given_up() -> None:

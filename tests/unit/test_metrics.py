@@ -59,8 +59,9 @@ def a_router() -> RouterMetrics:
 
 def a_node(clock: Clock | None = None) -> NodeMetrics:
     links = {
-        "decode-1@0000000000000007/0": LinkState(2e9, "rc_mlx5/mlx5_0:1", is_expected=True),
-        "decode-2@0000000000000008/0": LinkState(0.0, "tcp/eth0", is_expected=False),
+        "decode-1": LinkState(2e9, "rc_mlx5/mlx5_0:1", is_expected=True),
+        "decode-2": LinkState(0.0, "tcp/eth0", is_expected=False),
+        "decode-3": LinkState(3e9, "", is_expected=True, age_s=901.0),
     }
     return NodeMetrics(Role.DECODE, no_stats, asyncio.new_event_loop(), links=lambda: links, clock=clock or Clock())
 
@@ -70,8 +71,14 @@ def value(metrics: Iterator[Metric], name: str, **labels: str) -> float:
     return next(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
 
 
-def test_the_speed_of_a_link_is_named_by_the_peer_and_not_by_its_life() -> None:
+def peers_of(metrics: Iterator[Metric], name: str) -> set[str]:
+    return {sample.labels["peer"] for metric in metrics for sample in metric.samples if sample.name == name}
+
+
+def test_a_peer_is_named_for_as_long_as_it_is_written_to() -> None:
     assert value(a_node().of(STATS), "kvrelay_relay_bytes_per_second", peer="decode-1") == 2e9
+    assert peers_of(a_node().of(STATS), "kvrelay_relay_bytes_per_second") == {"decode-1"}
+    assert peers_of(a_node().of(STATS), "kvrelay_relay_route_expected") == {"decode-1", "decode-2"}
 
 
 def test_a_route_is_named_and_says_whether_it_is_expected() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -131,3 +132,13 @@ class Counters:
 
     def add(self, name: str, amount: float = 1.0) -> None:
         self.values[name] = self.values.get(name, 0.0) + amount
+
+
+def counted_together(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the counts of several owners: the sum of what has one name, or of a name in `_max` the largest."""
+    together: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            others = together.get(name, 0.0)
+            together[name] = max(others, value) if name.endswith("_max") else others + value
+    return together

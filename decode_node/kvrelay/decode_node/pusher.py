@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvrelay.core.errors import InvalidRequestError, TransferError
+from kvrelay.core.errors import CapacityError, InvalidRequestError, TransferError
 from kvrelay.core.shard import Span
 from kvrelay.core.supervise import keep
 from kvrelay.core.types import Counters, Incarnation
@@ -36,10 +36,16 @@ class Pusher:
         pool: LatentPool,
         thread: TransferThread,
         limits: Limits,
+        max_pushes: int,
         max_push_s: float,
     ) -> None:
-        """`max_push_s`: longest time that a ticket may give a push, which holds blocks and delays a drain so long."""
+        """
+        Args:
+            max_pushes: at once; more are refused.
+            max_push_s: longest time that a ticket may give a push, which holds blocks and delays a drain so long.
+        """
         self.counters = Counters()
+        self._max_pushes = max_pushes
         self._max_push_s = max_push_s
         self._sums = ThreadPoolExecutor(1, thread_name_prefix="push", initializer=pool.bind_thread)
         self._node = node
@@ -47,7 +53,6 @@ class Pusher:
         self._pool = local_pool(pool)
         self._thread = thread
         self._limits = limits
-        self._endpoint_counters = Counters()
         self._running: set[asyncio.Task[Outcome]] = set()
 
     @property
@@ -60,6 +65,7 @@ class Pusher:
         The pages stay held until no write can read them any more, which may be later.
 
         Raises:
+            CapacityError: too many run already.
             StaleMessageError: some block is not here any more, or the ticket names another writer.
             InvalidRequestError, LayoutMismatchError: the ticket is not for these blocks, or lasts too long.
             TransferError: it failed; the asker has been told by the session.
@@ -69,6 +75,8 @@ class Pusher:
             raise InvalidRequestError(f"a ticket for {ticket.prompt_tokens} tokens, {len(request.block_hashes)} blocks")
         if ticket.timeout_ms > self._max_push_s * 1000:
             raise InvalidRequestError(f"a ticket for {ticket.timeout_ms / 1000:g} s; at most {self._max_push_s:g}")
+        if len(self._running) >= self._max_pushes:
+            raise CapacityError(f"{len(self._running)} pushes run here, the limit is {self._max_pushes}")
         pages = self._book.pin(request.block_hashes)
         try:
             endpoint = WriterEndpoint(
@@ -77,7 +85,7 @@ class Pusher:
                 rank=0,
                 pool=self._pool,
                 thread=self._thread,
-                counters=self._endpoint_counters,
+                counters=self.counters,
                 limits=self._limits,
             )
         except BaseException:

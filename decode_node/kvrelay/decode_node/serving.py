@@ -16,7 +16,7 @@ from kvrelay.core.clock import monotonic
 from kvrelay.core.drain import DrainRequests
 from kvrelay.core.health import ProgressWatch
 from kvrelay.core.supervise import keep
-from kvrelay.core.types import Incarnation, Role
+from kvrelay.core.types import Incarnation, LinkState, Role
 from kvrelay.decode_node.admission import PageBook
 from kvrelay.decode_node.engine import DecodeEngine
 from kvrelay.decode_node.intake import Limits
@@ -33,7 +33,7 @@ from kvrelay.index.registry import NodeRegistry
 from kvrelay.index.writer import PrefixWriter
 from kvrelay.kv_transfer import local
 from kvrelay.kv_transfer.hub_values import HubCallbacks
-from kvrelay.kv_transfer.link_records import add_links
+from kvrelay.kv_transfer.link_records import add_links, links_by_peer
 from kvrelay.kv_transfer.pool_agent import PoolAgent, local_pool
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.model.loaded import Loaded
@@ -109,6 +109,7 @@ class DecodeServer:
             limits=local.Limits(
                 fence_timeout_s=settings.fence_timeout_s, max_message_bytes=settings.max_message_bytes, tls=self._tls
             ),
+            max_pushes=settings.max_requests,
             max_push_s=settings.max_request_s,
         )
         self._presence = Presence(
@@ -180,9 +181,7 @@ class DecodeServer:
         )
         self._hub.endpoint = self.endpoint
         registry = CollectorRegistry()
-        registry.register(
-            NodeMetrics(Role.DECODE, self._stats_now, asyncio.get_running_loop(), links=self._agent.transfer.links)
-        )
+        registry.register(NodeMetrics(Role.DECODE, self._stats_now, asyncio.get_running_loop(), links=self._links))
         self._metrics = telemetry.serve(self._settings.metrics_listen, registry)
         self._steps.start()
         self._lease.start()
@@ -247,6 +246,9 @@ class DecodeServer:
 
     async def _stats_now(self) -> common_pb2.NodeStats:
         return self.stats()
+
+    def _links(self) -> dict[str, LinkState]:
+        return links_by_peer(self._agent.transfer.links())
 
     def _tick(self) -> None:
         self.node.tick()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvrelay.core.types import counted_together
 from kvrelay.decode_node.node import DecodeNode
 from kvrelay.proto.convert import incarnation_to_pb
 from kvrelay.proto.v1 import common_pb2
@@ -16,7 +17,7 @@ def node_stats(
 
     Args:
         sessions: hand-off sessions by state.
-        counters: of the parts, with names of their own.
+        counters: of the parts.
     """
     account = node.book.account()
     active, running = node.records.num_active, node.records.num_running
@@ -31,5 +32,5 @@ def node_stats(
         active_requests=active,
         queued_requests=active - running,
         draining=node.leaving,
-        counters={name: value for part in (node.counters.values, *counters) for name, value in part.items()},
+        counters=counted_together((node.counters.values, *counters)),
     )

@@ -265,7 +265,7 @@ class TransferThread:
             if any(other.peer == one.peer and other.in_flight for other in self._outgoing.values()):
                 continue  # these are on their way to fail too
             log.warning("the link to %s is given up: no fence could be written", one.peer)
-            transport.disconnect(one.peer)
+            self._disconnect(transport, one.peer)
             end = LinkEnd(self._clock)
             for other in lost:
                 if other.peer == one.peer and other.link_end is None:
@@ -274,11 +274,15 @@ class TransferThread:
     def _note_idle(self, transport: Transport, last: Outgoing) -> None:
         """Keep the connection to a peer whose last writer has ended, if it is worth it."""
         if last.failure is not None:
-            transport.disconnect(last.peer)  # so that the next hand-off connects afresh
+            self._disconnect(transport, last.peer)  # so that the next hand-off connects afresh
             return
         self._idle_peers[last.peer] = None
         if len(self._idle_peers) > self._max_idle_peers:
-            transport.disconnect(self._idle_peers.popitem(last=False)[0])
+            self._disconnect(transport, self._idle_peers.popitem(last=False)[0])
+
+    def _disconnect(self, transport: Transport, peer: str) -> None:
+        transport.disconnect(peer)
+        self._links.disconnected(peer)
 
     def _open_writer(self, transport: Transport, key: str, address: Address, outgoing: Outgoing) -> None:
         assert key not in self._outgoing, f"writer {key} is open already"

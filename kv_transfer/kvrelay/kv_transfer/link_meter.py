@@ -8,6 +8,7 @@ from kvrelay.core.types import LinkState
 
 _LEAST_BYTES = 1 << 20  # what is smaller measures the start and not the link
 _GAIN = 0.2
+ROUTE_KNOWN_S = 900.0  # after its last use; nobody tells a writer that an idle peer has gone
 
 
 @dataclass(slots=True)
@@ -25,7 +26,11 @@ class LinkMeter:
     _busy_s: float = 0.0
 
     def state(self, now_s: float) -> LinkState:
-        return LinkState(self.bytes_per_s, self.route, self.is_expected, max(0.0, now_s - self.used_s))
+        """Return what is known of the link; its route is not when the peer may have gone in the meantime."""
+        age_s = max(0.0, now_s - self.used_s)
+        if age_s >= ROUTE_KNOWN_S:
+            return LinkState(self.bytes_per_s, "", is_expected=True, age_s=age_s)
+        return LinkState(self.bytes_per_s, self.route, self.is_expected, age_s)
 
     def posted(self, now_s: float) -> None:
         """A write is about to begin."""

@@ -12,6 +12,16 @@ from kvrelay.proto.v1 import fleet_pb2
 MOST_LINKS = 32  # in a record; every router reads every record every second or so
 
 
+def links_by_peer(states: Mapping[str, LinkState]) -> dict[str, LinkState]:
+    """Return the links by the peer's name: of its lives only the latest one counts."""
+    newest: dict[str, LinkState] = {}
+    for agent, state in states.items():
+        peer = node_name(agent)
+        if peer not in newest or state.age_s < newest[peer].age_s:
+            newest[peer] = state
+    return newest
+
+
 def add_links(record: fleet_pb2.NodeRecord, states: Mapping[str, LinkState], *, token_bytes: int) -> None:
     """Put into a record the links to the nodes that were written to last, and what one of the others takes.
 
@@ -21,11 +31,7 @@ def add_links(record: fleet_pb2.NodeRecord, states: Mapping[str, LinkState], *, 
         states: of rank 0, by the name of the peer's agent; the ranks write side by side.
         token_bytes: that one relayed token has in all layers.
     """
-    newest: dict[str, LinkState] = {}  # by peer: of its lives only the latest one counts
-    for agent, state in states.items():
-        peer = node_name(agent)
-        if peer not in newest or state.age_s < newest[peer].age_s:
-            newest[peer] = state
+    newest = links_by_peer(states)
     in_order = sorted(newest, key=lambda peer: (newest[peer].is_expected, newest[peer].age_s))
     links = [_link(peer, newest[peer], record.ring_size, token_bytes) for peer in in_order]
     record.links.extend(links[:MOST_LINKS])

@@ -36,6 +36,11 @@ class Links:
             self._meters[peer] = LinkMeter(used_s=self._clock())
         return self._meters[peer]
 
+    def disconnected(self, peer: str) -> None:
+        """The connection is gone, and its route with it: the next one may choose another."""
+        if (meter := self._meters.get(peer)) is not None:
+            meter.route, meter.is_expected, meter.was_told = "", True, False
+
     def note_route(self, transport: Transport, peer: str, link: LinkMeter) -> None:
         """Say once over what we write to a peer, and how fast; loudly when it is not what it should be."""
         if not link.route and (route := transport.route(peer)):

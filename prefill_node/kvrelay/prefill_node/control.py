@@ -73,8 +73,8 @@ class RingControl:
         if job.key in self._records:
             raise StaleMessageError(f"request {job.request.request_id} attempt {job.request.attempt} is here already")
         self._pages.refuse_impossible(job.prompt_tokens)
-        if self.active_jobs >= self._max_jobs:
-            raise CapacityError(f"{self.active_jobs} requests wait or run here, the limit is {self._max_jobs}")
+        if self._is_full:
+            raise CapacityError(f"{self._num_requests} requests wait or run here, the limit is {self._max_jobs}")
         self._records[job.key] = _Record(job, now_s)
 
     def close(self, key: str, *, abort: bool) -> bool:
@@ -99,8 +99,21 @@ class RingControl:
             record.undrained = set(range(self._pages.ring_size))
         return True
 
+    @property
+    def _num_requests(self) -> int:
+        """Those are counted, too, whose blocks are being fetched and that are submitted afterwards."""
+        return self.active_jobs + self._fills.num_under_way
+
+    @property
+    def _is_full(self) -> bool:
+        return self._num_requests >= self._max_jobs
+
     # What another node fills; see Fills. The ranks need not know of it.
     def begin_fill(self, key: str, hashes: Sequence[bytes]) -> Fill | None:
+        """Take pages for a request's blocks; None when there is nothing to fetch, no room for it, or no place for the
+        request, which `submit` refuses then."""
+        if self._is_full:
+            return None
         fill, evicted = self._fills.begin(key, hashes)
         if evicted:
             self._events.append(CacheChanged(removed=tuple(evicted)))

@@ -25,6 +25,7 @@ class Fill:
 class _Record:
     hashes: tuple[bytes, ...]
     pages: RequestPages
+    under_way: bool = True  # neither complete nor given up
     quarantined: bool = False
 
 
@@ -38,6 +39,11 @@ class Fills:
 
     def __len__(self) -> int:
         return len(self._records)
+
+    @property
+    def num_under_way(self) -> int:
+        """Return how many requests wait for theirs."""
+        return sum(record.under_way for record in self._records.values())
 
     def begin(self, key: str, hashes: Sequence[bytes]) -> tuple[Fill | None, list[bytes]]:
         """Take pages for blocks of a prompt.
@@ -68,7 +74,10 @@ class Fills:
     def give_up(self, key: str) -> None:
         """Nobody fills the blocks any more: whoever waits for them may compute them."""
         record = self._records.get(key)
-        for block in record.hashes if record is not None else ():
+        if record is None:
+            return
+        record.under_way = False
+        for block in record.hashes:
             if self._computing.get(block) == key:
                 del self._computing[block]
 

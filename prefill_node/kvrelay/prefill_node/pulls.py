@@ -8,7 +8,7 @@ from collections.abc import Callable
 from grpc import aio
 
 from kvrelay.core.supervise import keep
-from kvrelay.core.types import Incarnation
+from kvrelay.core.types import Counters, Incarnation
 from kvrelay.kv_transfer import hub_servicer
 from kvrelay.kv_transfer.pool_agent import PoolAgent, local_pool
 from kvrelay.kv_transfer.reader_hub import ReaderHub
@@ -55,6 +55,11 @@ class Pulls:
         )
         self._hub.last_epoch = agent.last_epoch
         self.puller.wire(self._hub)
+
+    @property
+    def counters(self) -> tuple[Counters, ...]:
+        """What was fetched, and how the hand-offs of it went."""
+        return self.puller.counters, self._hub.counters
 
     def serve_on(self, server: aio.Server) -> None:
         """Add what the nodes that are pulled from call."""

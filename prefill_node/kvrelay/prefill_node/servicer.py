@@ -83,7 +83,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         self._facts = facts
         self._leader = leader
         self._leases = leases
-        self._counters = [*counters, *([puller.counters] if puller else [])]
+        self._counters = counters
         self._on_drain = on_drain
         self._latest_attempt: OrderedDict[str, int] = OrderedDict()
         self._active: set[str] = set()
@@ -150,7 +150,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
                 self._facts.incarnation,
                 control,
                 self._leader.rank_counters,
-                {name: value for counters in self._counters for name, value in counters.values.copy().items()},
+                [counters.values.copy() for counters in self._counters],
                 draining=self.leaving,
             )
             loop.call_soon_threadsafe(_set_once, answer, stats)

@@ -16,8 +16,9 @@ from kvrelay.core.address import advertised
 from kvrelay.core.drain import DrainRequests
 from kvrelay.core.health import ProgressWatch
 from kvrelay.core.supervise import keep
-from kvrelay.core.types import Counters, Incarnation, Role
+from kvrelay.core.types import Counters, Incarnation, LinkState, Role
 from kvrelay.kv_transfer.agent_thread import TransferThread
+from kvrelay.kv_transfer.link_records import links_by_peer
 from kvrelay.kv_transfer.pool_agent import PoolAgent
 from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node.control import RingControl
@@ -81,7 +82,7 @@ class PrefillServer:
             _facts(settings, loaded, ring),
             self._leader,
             self._leases,
-            counters=(self._published.counters,),
+            counters=(self._published.counters, *(self._pulls.counters if self._pulls else ())),
             on_drain=asked.ask,
             puller=self._pulls.puller if self._pulls else None,
         )
@@ -139,9 +140,7 @@ class PrefillServer:
         if self._pulls is not None:
             self._pulls.start(self.endpoint)
         registry = CollectorRegistry()
-        registry.register(
-            NodeMetrics(Role.PREFILL, self._servicer.stats, self._loop, links=self._ring.agent.transfer.links)
-        )
+        registry.register(NodeMetrics(Role.PREFILL, self._servicer.stats, self._loop, links=self._links))
         self._metrics = telemetry.serve(settings.metrics_listen, registry)
         await self._published.start()
         await self._server.set_serving(True)
@@ -208,6 +207,9 @@ class PrefillServer:
         await asyncio.to_thread(self._registration.stop)
         await self._published.stop()
         await self._server.stop(_STOP_GRACE_S)
+
+    def _links(self) -> dict[str, LinkState]:
+        return links_by_peer(self._ring.agent.transfer.links())
 
     async def _on_progress_change(self) -> None:
         self._registration.beat_now()

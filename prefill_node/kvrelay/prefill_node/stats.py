@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.core.types import Incarnation
+from kvrelay.core.types import Incarnation, counted_together
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.jobs import Phase
 from kvrelay.proto.convert import incarnation_to_pb
@@ -15,14 +15,14 @@ def node_stats(
     incarnation: Incarnation,
     control: RingControl,
     rank_counters: Sequence[dict[str, float]],
-    node_counters: dict[str, float],
+    node_counters: Sequence[dict[str, float]],
     *,
     draining: bool,
 ) -> common_pb2.NodeStats:
     """Return the account of all ranks. Called between two steps.
 
     Args:
-        node_counters: those that belong to no rank.
+        node_counters: of the parts that belong to no rank.
     """
     account, phases = control.account(), control.phases()
     active = sum(number for phase, number in phases.items() if phase is not Phase.CLOSING)
@@ -37,17 +37,15 @@ def node_stats(
         active_requests=active,
         queued_requests=phases[Phase.QUEUED],
         draining=draining,
-        counters=merged_counters(rank_counters) | node_counters,
+        counters=merged_counters(rank_counters, node_counters),
     )
 
 
-def merged_counters(rank_counters: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return each rank's counters under `<name>_rank<N>`, and over all ranks under `<name>`: sums, or for `_max` the
-    largest."""
-    merged: dict[str, float] = {}
-    for rank, counters in enumerate(rank_counters):
-        for name, value in counters.items():
-            merged[f"{name}_rank{rank}"] = value
-            others = merged.get(name, 0.0)
-            merged[name] = max(others, value) if name.endswith("_max") else others + value
-    return dict(merged)
+def merged_counters(
+    rank_counters: Sequence[dict[str, float]], node_counters: Sequence[dict[str, float]] = ()
+) -> dict[str, float]:
+    """Return each rank's counters under `<name>_rank<N>`, and under `<name>` those of all ranks and parts together."""
+    of_ranks = {
+        f"{name}_rank{rank}": value for rank, counters in enumerate(rank_counters) for name, value in counters.items()
+    }
+    return of_ranks | counted_together([*rank_counters, *node_counters])

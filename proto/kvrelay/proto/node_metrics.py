@@ -14,6 +14,7 @@ from kvrelay.core.types import LinkState, Role
 from kvrelay.proto.v1 import common_pb2
 
 _TIMEOUT_S = 4.0
+_SHOWN_S = 900.0  # a link after its last use: the peer may have gone
 log = logging.getLogger(__name__)
 
 # Counter of NodeStats -> (metric, what it counts). A counter that a role does not have is not shown.
@@ -46,6 +47,14 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "sessions_reserved_total": ("kvrelay_sessions_reserved_total", "Reservations made"),
     "handoffs_failed_total": ("kvrelay_handoffs_failed_total", "Hand-offs that ended before admission"),
     "sessions_quarantined_total": ("kvrelay_sessions_quarantined_total", "Hand-offs whose pages were quarantined"),
+    "local_prefill_tokens": ("kvrelay_local_prefill_tokens_total", "Prompt tokens that decode computed itself"),
+    "pulls_total": ("kvrelay_pulls_total", "Fetches of cached blocks from decode nodes that began"),
+    "pulls_failed_total": ("kvrelay_pulls_failed_total", "Of these, failed: their tokens were computed instead"),
+    "pulled_tokens_total": ("kvrelay_node_pulled_tokens_total", "Prompt tokens that this prefill node fetched"),
+    "pulled_bytes_total": ("kvrelay_pulled_bytes_total", "Bytes of latents that this prefill node fetched"),
+    "pushes_total": ("kvrelay_pushes_total", "Fetches that this decode node has served"),
+    "pushes_failed_total": ("kvrelay_pushes_failed_total", "Of these, failed"),
+    "pushed_tokens_total": ("kvrelay_pushed_tokens_total", "Tokens whose latents this decode node wrote for fetches"),
     "index_dropped": ("kvrelay_index_dropped_total", "Block names the index was not told, for want of room"),
     "index_republished": ("kvrelay_index_republished_total", "Times the index had lost everything"),
 }
@@ -63,7 +72,7 @@ class NodeMetrics:
         links: Callable[[], Mapping[str, LinkState]] = dict,
         clock: Clock = monotonic,
     ) -> None:
-        """`stats` runs on `loop`; `links` returns what is known of each peer, by the name of its agent."""
+        """`stats` runs on `loop`; `links` returns what is known of the link to each peer, by its name."""
         self._role = role.value
         self._stats = stats
         self._loop = loop
@@ -94,8 +103,8 @@ class NodeMetrics:
         age_s = self._quarantine_age_s(stats.quarantined_pages)
         yield gauge("kvrelay_quarantine_age_seconds", text, {"": age_s}, role=role)
         text = "Measured speed of the data plane to a peer; of a ring, that of its first rank"
-        links = {agent.partition("@")[0]: state for agent, state in self._links().items()}
-        speeds = {peer: state.bytes_per_s for peer, state in links.items() if state.bytes_per_s}
+        links = self._links()
+        speeds = {peer: one.bytes_per_s for peer, one in links.items() if one.bytes_per_s and one.age_s < _SHOWN_S}
         yield gauge("kvrelay_relay_bytes_per_second", text, speeds, label="peer", role=role)
         yield self._routes(links)
         for name, (metric, text) in COUNTERS.items():

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import grpc
+import numpy as np
 
+from contract.prefill_process import silent_decode_node
 from decode_lab import (
+    BLOCK_TOKENS,
     GREEDY,
     ORACLE,
     Lab,
     refused,
     running,
     says_retry,
+    until,
 )
+from kvrelay.core import prefix_hash
 from kvrelay.core.types import Incarnation
 from kvrelay.model.transformer import Model
 from kvrelay.proto import convert
@@ -55,6 +60,28 @@ async def test_a_push_holds_blocks_no_longer_than_a_request_may_take(model: Mode
         err = await refused(lab.stub.Push(decode_pb2.PushRequest(ticket=ticket)))
         assert err.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "61 s; at most 60" in str(err.details())
+
+
+async def test_more_pushes_than_requests_are_refused(model: Model, index_url: str) -> None:
+    async with running(model, index_url, max_requests=2) as lab, silent_decode_node() as nowhere:
+        prompt = recording(ORACLE, 333).prompt
+        await lab.generate(prompt, GREEDY)
+        ourselves = convert.incarnation_to_pb(lab.server.node.incarnation)
+        ticket = await lab.reserve(prompt[:BLOCK_TOKENS], GREEDY, writer=ourselves)
+        ticket.decode_endpoint = nowhere
+        blocks = prefix_hash.chain(lab.seed, np.asarray(prompt[:BLOCK_TOKENS], np.int32), block_tokens=BLOCK_TOKENS)
+        push = decode_pb2.PushRequest(ticket=ticket, block_hashes=blocks)
+        running_ones = [lab.stub.Push(push) for _ in range(2)]
+        await until(lambda: lab.server._pusher.num_active == 2)
+
+        err = await refused(lab.stub.Push(push))
+
+        assert (err.code(), says_retry(err)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+        assert "2 pushes run here, the limit is 2" in str(err.details())
+        for one in running_ones:
+            one.cancel()
+        await lab.stub.Abort(common_pb2.AbortRequest(request=ticket.request))
+        await lab.settled()
 
 
 async def test_too_large_for_the_node_is_invalid_and_no_room_now_is_exhausted(model: Model, index_url: str) -> None:
