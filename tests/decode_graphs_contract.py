@@ -224,6 +224,8 @@ def test_an_empty_step_writes_no_row() -> None:
 
     graphs = DecodeGraphs(model, pool, max_batch=2, max_tokens=300)
     graphs.record_all()
-    assert graphs.run([]) == []
+    told: list[str] = []
+    assert graphs.run([], meanwhile=lambda: told.append("given")) == []
 
+    assert told == ["given"]
     assert all(torch.equal(pool.layer(layer), rows) for layer, rows in enumerate(before))

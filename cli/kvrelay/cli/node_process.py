@@ -12,6 +12,8 @@ import asyncio
 import logging
 from typing import NoReturn
 
+import uvloop
+
 from kvrelay.core import otel
 from kvrelay.core.drain import DrainRequests
 from kvrelay.core.lifecycle import Ending, StopSignals, die, end_process, new_incarnation, set_up_logging
@@ -61,7 +63,7 @@ def _run(first: Role, prefill_settings: PrefillSettings, decode_settings: Decode
     node = new_incarnation(settings.name, first)
     otel.export(settings.trace_exporter, service=node.name)
     loaded = Loaded.load(settings, gpu_staging_bytes=GPU_STAGING_BYTES)  # in either role: it may change
-    ending = asyncio.run(_serve(first, prefill_settings, decode_settings, loaded, node))
+    ending = uvloop.run(_serve(first, prefill_settings, decode_settings, loaded, node))
     # A peer may still be writing into the pool; unmapping it on the way out would crash in the transport's threads.
     end_process(1 if ending is Ending.CRASHED else 0)
 

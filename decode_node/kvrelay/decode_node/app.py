@@ -6,10 +6,9 @@ Threads: asyncio (gRPC, registry, index), step, transfer and lease.
 from __future__ import annotations
 
 import asyncio
-import gc
-import sys
 from functools import partial
 
+from kvrelay.core import pace
 from kvrelay.core.drain import DrainRequests, drained_for
 from kvrelay.core.lifecycle import Ending, announce_ready, die
 from kvrelay.core.supervise import keep, watch_loop
@@ -20,22 +19,18 @@ from kvrelay.kv_transfer.pool_agent import PoolAgent
 from kvrelay.model.loaded import Loaded
 
 _CRASH_FLUSH_S = 0.5  # for the errors of running requests to leave
-_SWITCH_S = 0.0005  # a step must not wait 5 ms for the interpreter while the event loop sends tokens
 
 
 async def serve(
     settings: DecodeSettings, loaded: Loaded, node: Incarnation, agent: PoolAgent, asked: DrainRequests
 ) -> Ending:
     """Serve until a stop signal, a drain or a crash; return how it ended. The agent goes on."""
-    usual_s = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_S)
-    try:
-        return await _serve(settings, loaded, node, agent, asked)
-    finally:  # of this role nothing stays behind for one that may follow
-        sys.setswitchinterval(usual_s)
-        watch_loop(asyncio.get_running_loop(), die)
-        agent.on_fatal = partial(die, "the transfer thread died")
-        gc.collect()  # recorded steps hold device memory, and lie in cycles
+    with pace.serving():
+        try:
+            return await _serve(settings, loaded, node, agent, asked)
+        finally:  # of this role nothing stays behind for one that may follow
+            watch_loop(asyncio.get_running_loop(), die)
+            agent.on_fatal = partial(die, "the transfer thread died")
 
 
 async def _serve(
@@ -44,6 +39,7 @@ async def _serve(
     server = DecodeServer(settings, loaded, node, agent, asked)
     watch_loop(asyncio.get_running_loop(), server.node.crash)
     await server.start()
+    pace.settle()
     announce_ready(endpoint=server.endpoint, name=node.name)
     crashed = asyncio.create_task(server.node.crashed.wait())
     drained: asyncio.Task[Ending] = keep(drained_for(server, asked), name="drain")

@@ -5,6 +5,7 @@ Shapes in this file: B sequences of the batch, V vocabulary. Owned by the step t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -75,13 +76,27 @@ class DecodeEngine:
         self.step([Sequence(0, position=0, last_token=0, tokens_left=1, stop_ids=frozenset())], [state])
 
     @torch.inference_mode()
-    def step(self, batch: Rows[Sequence], states: Rows[SequenceState]) -> list[SampledToken | ServeError]:
+    def step(
+        self, batch: Rows[Sequence], states: Rows[SequenceState], *, meanwhile: Callable[[], None] | None = None
+    ) -> list[SampledToken | ServeError]:
         """Write the row of each sequence's last token and choose the token after it.
+
+        Args:
+            meanwhile: called once, when a device has been given the step; on a CPU before it is computed.
 
         Returns:
             One token per sequence, or the error that ends that sequence alone. Tokens are counted in its sampler.
         """
-        chosen = self._recorded(batch, states) if self._graphs is not None else self._computed(batch, states)
+        if self._graphs is not None:
+            rows = [
+                StepRow(state.page_table, sequence.last_token, sequence.position, state.sampler)
+                for sequence, state in zip(batch, states, strict=True)
+            ]
+            chosen = self._graphs.run(rows, meanwhile=meanwhile)
+        else:
+            if meanwhile is not None:
+                meanwhile()
+            chosen = self._computed(batch, states)
         for state, token in zip(states, chosen, strict=True):
             if isinstance(token, SampledToken):
                 state.sampler.observe(token.token_id)
@@ -110,15 +125,6 @@ class DecodeEngine:
         if isinstance(token, SampledToken):
             state.sampler.observe(token.token_id)
         return token
-
-    def _recorded(self, batch: Rows[Sequence], states: Rows[SequenceState]) -> list[SampledToken | ServeError]:
-        assert self._graphs is not None, "this engine records its steps"
-        return self._graphs.run(
-            [
-                StepRow(state.page_table, sequence.last_token, sequence.position, state.sampler)
-                for sequence, state in zip(batch, states, strict=True)
-            ]
-        )
 
     def _computed(self, batch: Rows[Sequence], states: Rows[SequenceState]) -> list[SampledToken | ServeError]:
         positions = [sequence.position for sequence in batch]

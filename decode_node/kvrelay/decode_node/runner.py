@@ -1,7 +1,8 @@
 """The step thread: it alone owns the scheduler and the device, and it never waits for the network.
 
 Commands come by queue and are obeyed between two steps, never during one. What happened goes back to the event loop by
-call_soon_threadsafe, once per step for all sequences. With nothing to run the thread blocks on its queue.
+call_soon_threadsafe, once per step for all sequences: it is said while the next step computes, because the loop, once
+woken, wants the interpreter that the step needs to be launched. With nothing to run the thread blocks on its queue.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class Stepped:
 
     chosen: tuple[Chosen, ...]
     step_s: float
+    context_tokens: int = 0  # of all its sequences together, before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ class StepThread:
         self.chunk_times = TimeFit()  # x: tokens of a chunk, y: pairs of them with what they see
         self._busy_since_s: float | None = None  # last sign of progress; None while there is nothing to do
         self._last_step_s = -math.inf
+        self._untold: Stepped | None = None  # the last step
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
 
     def start(self) -> None:
@@ -185,9 +188,13 @@ class StepThread:
             self._engine.bind_thread()
             while self._obey_commands():
                 if (chunk := self._prompts.next_chunk(alone=not len(self._scheduler))) is not None:
+                    self._tell_last()
                     self._extend(chunk)
                 if batch := self._scheduler.plan():
-                    self._report(self._step(batch))
+                    self._untold = self._step(batch)
+                if not len(self._scheduler):
+                    self._tell_last()
+            self._tell_last()
         except Exception as err:  # the outermost edge of this thread
             log.exception("the step thread ends by a bug")
             self._report(Crashed(f"{type(err).__name__}: {err}"))
@@ -238,13 +245,13 @@ class StepThread:
 
     def _step(self, batch: tuple[Sequence, ...]) -> Stepped:
         began_s, context_tokens = self._clock(), sum(one.position for one in batch)
-        tokens = self._engine.step(batch, [self._states[sequence.key] for sequence in batch])
+        states = [self._states[sequence.key] for sequence in batch]
+        tokens = self._engine.step(batch, states, meanwhile=self._tell_last)
         if (early_s := began_s + self._step_floor_s - self._clock()) > 0:
             time.sleep(early_s)
         chosen = tuple(self._take(sequence.key, token) for sequence, token in zip(batch, tokens, strict=True))
         self._busy_since_s = ended_s = self._clock()
-        self.step_times.observe(ended_s - began_s, x=len(batch), y=context_tokens)
-        return Stepped(chosen, ended_s - began_s)
+        return Stepped(chosen, ended_s - began_s, context_tokens)
 
     def _take(self, key: int, token: SampledToken | ServeError) -> Chosen:
         if isinstance(token, ServeError):
@@ -256,7 +263,19 @@ class StepThread:
             del self._states[key]
         return Chosen(key, token, finish)
 
+    def _tell_last(self) -> None:
+        """Report the last step, if that is still to be done."""
+        if self._untold is None:
+            return
+        last, self._untold = self._untold, None
+        self._send(last)
+        self.step_times.observe(last.step_s, x=len(last.chosen), y=last.context_tokens)
+
     def _report(self, report: Report) -> None:
+        self._tell_last()  # in the order in which it happened
+        self._send(report)
+
+    def _send(self, report: Report) -> None:
         try:
             self._loop.call_soon_threadsafe(self._on_report, report)
         except RuntimeError:  # the loop is closed: the process is ending and nobody listens

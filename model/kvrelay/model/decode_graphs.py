@@ -114,8 +114,13 @@ class DecodeGraphs:
             step.run()
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[StepRow]) -> list[SampledToken | ServeError]:
+    def run(
+        self, rows: Sequence[StepRow], *, meanwhile: Callable[[], None] | None = None
+    ) -> list[SampledToken | ServeError]:
         """Write each row's last token into the pool and choose the token after it.
+
+        Args:
+            meanwhile: called once, while the device computes.
 
         Raises:
             CapacityError: more rows than `max_batch`, or a table longer than `max_tokens`.
@@ -127,10 +132,14 @@ class DecodeGraphs:
         if not all(row.sampler.is_plain_greedy for row in rows):
             chosen_host = self._drawn_host
             chosen_host[: len(rows)].copy_(self._sample(logits_BV, rows), non_blocking=True)
+        done = None
         if self._pool.device.type == "cuda":
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
             self._prepare_next(rows)  # while the device computes
+        if meanwhile is not None:
+            meanwhile()
+        if done is not None:
             done.synchronize()
         return list(self._answers(logits_BV, rows, chosen_host.tolist(), self._best_host.tolist()))
 

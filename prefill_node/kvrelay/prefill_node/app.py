@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
+from kvrelay.core import pace
 from kvrelay.core.drain import DrainRequests, drained_for
 from kvrelay.core.lifecycle import Ending, announce_ready, die
 from kvrelay.core.supervise import watch_loop
@@ -21,9 +22,11 @@ async def serve(settings: PrefillSettings, loaded: Loaded, ring: RingStart, aske
     """
     watch_loop(asyncio.get_running_loop(), die)
     ring.agent.on_fatal = partial(die, "the transfer thread died")
-    server = PrefillServer(settings, loaded, ring, asked)
-    await server.start()
-    announce_ready(endpoint=server.endpoint, name=ring.node.name)
-    ending = await drained_for(server, asked)
-    await server.stop()
-    return ending
+    with pace.serving():
+        server = PrefillServer(settings, loaded, ring, asked)
+        await server.start()
+        pace.settle()
+        announce_ready(endpoint=server.endpoint, name=ring.node.name)
+        ending = await drained_for(server, asked)
+        await server.stop()
+        return ending

@@ -14,9 +14,10 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
+import uvloop
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch lists it nowhere
 
-from kvrelay.core import otel
+from kvrelay.core import otel, pace
 from kvrelay.core.drain import DrainRequests
 from kvrelay.core.errors import ServeError, SettingsError
 from kvrelay.core.lifecycle import StopSignals, die, die_with_parent, end_process, new_incarnation, set_up_logging
@@ -75,7 +76,7 @@ def _lead(settings: PrefillSettings, place: RankPlace, argv: Sequence[str]) -> N
         group_timeout_s=settings.group_timeout_s, start_timeout_s=settings.start_timeout_s,
     )  # fmt: skip
     pages_per_rank = [loaded.pool.num_pages, *_meet_as_leader(group, node, loaded)]
-    asyncio.run(_serve(settings, loaded, group, node, pages_per_rank, stopping))
+    uvloop.run(_serve(settings, loaded, group, node, pages_per_rank, stopping))
     for child in children:
         child.wait(settings.group_timeout_s)
 
@@ -124,7 +125,7 @@ def _follow(settings: PrefillSettings, place: RankPlace) -> None:
         die_with_parent(place.parent_pid)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # rank 0 says when the ring ends
-    asyncio.run(_obey(settings, place))
+    uvloop.run(_obey(settings, place))
 
 
 async def _obey(settings: PrefillSettings, place: RankPlace) -> None:
@@ -138,8 +139,10 @@ async def _obey(settings: PrefillSettings, place: RankPlace) -> None:
     watch_loop(loop, die)
     agent = start_rank_agent(loaded, settings, node, place.rank, on_fatal=lambda: die("the transfer thread died"))
     worker = rank_worker(loaded, settings, group, agent.transfer, node, loop, wake=lambda: None, counters=Counters())
-    start_step_thread(lambda: follow(worker, group), lambda: loop.call_soon_threadsafe(ended.set))
-    await ended.wait()
+    with pace.serving():
+        start_step_thread(lambda: follow(worker, group), lambda: loop.call_soon_threadsafe(ended.set))
+        pace.settle()
+        await ended.wait()
 
 
 def _meet_as_follower(group: RingGroup, loaded: Loaded) -> Incarnation:

@@ -10,7 +10,7 @@ from pathlib import Path
 import uvloop
 from grpc import aio
 
-from kvrelay.core import otel, telemetry
+from kvrelay.core import otel, pace, telemetry
 from kvrelay.core.address import advertised
 from kvrelay.core.health import ProgressWatch
 from kvrelay.core.lifecycle import StopSignals, announce_ready, die, end_process, new_incarnation, set_up_logging
@@ -193,6 +193,7 @@ async def serve(settings: RouterSettings) -> None:
     router = Router(settings)
     otel.export(settings.trace_exporter, service=router.id.name)
     endpoint = await router.start()
+    pace.settle()
     announce_ready(endpoint=endpoint, name=router.id.name)
     await stop.wait()
     log.info("stopping, %d requests to finish", router.inference.num_active)

@@ -300,7 +300,7 @@ async def test_what_is_logged_of_a_hand_off_names_its_request(model: Model, inde
 async def test_a_bug_in_a_step_fails_the_running_requests_clearly(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     _, call = await running_stream(lab, recording(ORACLE, 64).prompt)
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(lab.server.engine, "step", broken)

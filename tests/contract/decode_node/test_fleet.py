@@ -105,9 +105,9 @@ async def test_a_node_whose_step_is_stuck_is_not_serving_and_cannot_be_found(
         await becomes(serving, 1)
         step, go_on = lab.server.engine.step, threading.Event()
 
-        def slow(*args: Any) -> Any:
+        def slow(*args: Any, **how: Any) -> Any:
             go_on.wait(20)
-            return step(*args)
+            return step(*args, **how)
 
         monkeypatch.setattr(lab.server.engine, "step", slow)
         prompt = recording(ORACLE, 64).prompt

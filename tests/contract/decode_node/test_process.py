@@ -165,10 +165,10 @@ import sys
 from kvrelay.cli import node_process
 from kvrelay.decode_node import engine
 step = engine.DecodeEngine.step
-def broken(self, batch, states):
+def broken(self, batch, states, **how):
     if batch[0].position > 340:
         raise ZeroDivisionError("a bug")
-    return step(self, batch, states)
+    return step(self, batch, states, **how)
 engine.DecodeEngine.step = broken
 node_process.decode(sys.argv[1:])
 """

@@ -36,10 +36,11 @@ async def test_of_the_time_as_a_decode_node_nothing_stays_behind(model: Model, i
     agent = start_decode_agent(pool, settings, node, on_fatal=lambda: None)
 
     serving = asyncio.create_task(app.serve(settings, Loaded(CPU, model, pool), node, agent, asked))
-    await until(lambda: sys.getswitchinterval() < usual_s)
+    await until(lambda: sys.getswitchinterval() < usual_s and gc.get_freeze_count())
     asked.ask(switch_role=True)
 
     assert await serving is Ending.SWITCHES
     assert sys.getswitchinterval() == usual_s
+    assert not gc.get_freeze_count()
     assert not [one for one in engines() if one not in of_other_tests]  # with an engine goes its memory on a device
     await asyncio.to_thread(agent.transfer.stop)
