@@ -85,7 +85,7 @@ class Router:
             others=lambda: self.replicas.others(),  # noqa: PLW0108 - made below
             on_placed=lambda: self.replicas.hurry(),  # noqa: PLW0108
         )
-        self.replicas = Replicas(self.id, RouterLoads(settings.index_url, settings.fleet), own=placer.own_loads)
+        self.replicas = Replicas(RouterLoads(settings.index_url, settings.fleet, self.id), own=placer.own_loads)
         shared = Shared(self.id, self.fleet, self._leases, self._background)
         orchestrator = Orchestrator(shared, placer, settings.max_retries)
         self.metrics = RouterMetrics()

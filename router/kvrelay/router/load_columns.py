@@ -28,6 +28,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
 
     def __init__(self) -> None:
         self.version = 0  # changes when a slot goes to another node
+        self._changed: set[Incarnation] = set()  # since `take_changed`
         self.requests: Ints = np.zeros(_LEAST_ROOM, np.int64)
         self.tokens: Ints = np.zeros(_LEAST_ROOM, np.int64)
         self.pages: Ints = np.zeros(_LEAST_ROOM, np.int64)
@@ -86,6 +87,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
 
     def add(self, node: Incarnation, *, requests: int = 0, tokens: int = 0, pages: int = 0) -> None:
         slot = self.slot(node)
+        self._changed.add(node)
         self.requests[slot] += requests
         self.tokens[slot] += tokens
         self.pages[slot] += pages
@@ -99,6 +101,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
             at, self._num_works = self._num_works, self._num_works + 1
             if at == len(self._work_s):
                 self._work_s, self._work_slot = _longer(self._work_s), _longer(self._work_slot)
+        self._changed.add(node)
         self._work_s[at], self._work_slot[at] = work_s, slot
         self._works.setdefault(slot, {})[at] = work_s
         return at
@@ -110,6 +113,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
         if not works:
             del self._works[slot]
         self._work_s[at] = 0.0
+        self._changed.add(self.node(slot))
         self._free_works.append(at)
 
     def works(self) -> tuple[Floats, Ints]:
@@ -126,6 +130,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
     def worked(self, node: Incarnation, work_s: float) -> None:
         """Count work as given to a node now."""
         self._recent[self.slot(node)] += work_s / self._fade
+        self._changed.add(node)
 
     def recent_s(self) -> Floats:
         """Return what is left of the recent work of each slot's node."""
@@ -137,6 +142,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
         idle.sort(key=lambda node: self._recent[self._slots[node]])
         for node in idle[: max(0, len(self._slots) - keep)]:
             slot = self._slots.pop(node)
+            self._changed.add(node)
             self._nodes[slot] = None
             for column in (self.requests, self.tokens, self.pages, self._recent):
                 column[slot] = 0
@@ -151,6 +157,14 @@ class LoadColumns(Mapping[Incarnation, Load]):
         if not (works_s or requests or tokens or pages or recent_s):
             raise KeyError(node)
         return Load(requests, tokens, pages, works_s, recent_s)
+
+    def take_changed(self) -> set[Incarnation]:
+        """Return the nodes whose load has changed since this was last asked; that it fades is no change."""
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def __bool__(self) -> bool:
+        return bool(self._slots)
 
     def __iter__(self) -> Iterator[Incarnation]:
         return iter([node for node in self._slots if self.get(node) is not None])

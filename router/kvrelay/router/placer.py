@@ -22,7 +22,7 @@ from kvrelay.router.fleet import FleetView, NodeView
 from kvrelay.router.learned import Learned
 from kvrelay.router.load_columns import LoadColumns
 from kvrelay.router.peers import Placed, PullFrom
-from kvrelay.router.placement import Load, Pair, Question
+from kvrelay.router.placement import Pair, Question
 from kvrelay.router.prompt_hashes import hashes_by_layout, seed_of
 from kvrelay.router.replicas import together
 from kvrelay.router.score import work_s
@@ -67,7 +67,7 @@ class IndexPlacer:
         long_prompt_tokens: int,
         max_waiting: int = 1024,
         ahead_per_node: int | None = None,
-        others: Callable[[], Mapping[Incarnation, Load]] = dict,
+        others: Callable[[], LoadColumns] = LoadColumns,
         on_placed: Callable[[], None] = lambda: None,
         clock: Clock = monotonic,
     ) -> None:
@@ -92,13 +92,12 @@ class IndexPlacer:
         self._learned = Learned(clock)
         self._seen: Sequence[NodeView] = ()  # the nodes that the roster was made of
         self._roster = Roster(())
-        self._of_others: tuple[Mapping[Incarnation, Load], LoadColumns] = ({}, LoadColumns())
         self._entries: dict[int, Entry] = {}  # by identity of the Placed that was given out
         self._decided: dict[int, Decision] = {}
         self._no_pull_until_s: dict[Incarnation, float] = {}
         self.decisions = DecisionLog()
 
-    def own_loads(self) -> Mapping[Incarnation, Load]:
+    def own_loads(self) -> LoadColumns:
         """Return what this router has placed on each node."""
         return self._books.loads()
 
@@ -163,8 +162,7 @@ class IndexPlacer:
         if not roster.block_tokens.keys() <= work.hashes.keys():
             # A layout that came up just now has no hashes yet; its nodes take part from the next request on.
             roster = Roster([node for node in roster.nodes if node.layout_fingerprint in work.hashes])
-        columns = [loads, self._columns_of(others)] if others else [loads]
-        return _Choice(roster.place(question, columns), question, confidence)
+        return _Choice(roster.place(question, [loads, others] if others else [loads]), question, confidence)
 
     def _present(self) -> Roster:
         """Return the nodes as they are now, with costs as they have shown themselves to be."""
@@ -172,11 +170,6 @@ class IndexPlacer:
         if nodes is not self._seen:
             self._seen, self._roster = nodes, Roster(self._learned.corrected(nodes))
         return self._roster
-
-    def _columns_of(self, others: Mapping[Incarnation, Load]) -> LoadColumns:
-        if others is not self._of_others[0]:
-            self._of_others = others, LoadColumns.of(others)
-        return self._of_others[1]
 
     def _enter(self, work: _Work, choice: _Choice, *, on_computed: Callable[[], None]) -> Placed:
         pair, question = choice.pair, choice.question

@@ -13,11 +13,14 @@ from kvrelay.core.supervise import keep
 from kvrelay.core.types import Incarnation
 from kvrelay.index.router_loads import LEASE_S, RouterLoads
 from kvrelay.proto import convert
-from kvrelay.proto.v1.fleet_pb2 import NodeLoad, RouterLoad
+from kvrelay.proto.v1.fleet_pb2 import NodeLoad
+from kvrelay.router.load_columns import LoadColumns
+from kvrelay.router.others import OthersLoads
 from kvrelay.router.score import NO_LOAD, Load
 
 BUSY_S = 0.1  # between two exchanges while anything is placed anywhere
 IDLE_S = 1.0
+TELL_ALL_S = 600.0  # what has been told of nodes that are gone is kept until all is told anew
 
 log = logging.getLogger(__name__)
 
@@ -25,24 +28,21 @@ log = logging.getLogger(__name__)
 class Replicas:
     """Exchanges loads once started. To be used from one event loop."""
 
-    def __init__(
-        self,
-        me: Incarnation,
-        loads: RouterLoads,
-        *,
-        own: Callable[[], Mapping[Incarnation, Load]],
-        clock: Clock = monotonic,
-    ) -> None:
-        """`own` returns what this router has placed."""
-        self._me = me
+    def __init__(self, loads: RouterLoads, *, own: Callable[[], LoadColumns], clock: Clock = monotonic) -> None:
+        """`own` returns what this router has placed; nobody else may take its changes."""
         self._loads = loads
         self._own = own
         self._clock = clock
-        self._others: Mapping[Incarnation, Load] = {}
+        self._others = OthersLoads()
+        self._nobody = LoadColumns()
         self._heard_s = float("-inf")
+        self._told_all_s = float("-inf")
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self.num_routers = 1
+
+    @property
+    def num_routers(self) -> int:
+        return self._others.num_routers + 1
 
     async def start(self) -> None:
         self._task = keep(self._run(), name="replicas")
@@ -52,31 +52,39 @@ class Replicas:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         with suppress(UnavailableError):  # else its lease will
-            await self._loads.withdraw(self._record({}))
+            await self._loads.withdraw()
         await self._loads.close()
 
     def hurry(self) -> None:
         """Tell the others soon: something was placed."""
         self._wake.set()
 
-    def others(self) -> Mapping[Incarnation, Load]:
+    def others(self) -> LoadColumns:
         """Return what the other routers have placed; nothing when they have not been heard of lately."""
-        return self._others if self._clock() - self._heard_s < LEASE_S else {}
+        now_s = self._clock()
+        if now_s - self._heard_s >= LEASE_S:
+            return self._nobody
+        self._others.columns.at(now_s)
+        return self._others.columns
 
     async def exchange(self) -> None:
-        """Tell and ask once.
+        """Tell and ask once; what has not changed is told every TELL_ALL_S only.
 
         Raises:
             UnavailableError: the server did not answer.
         """
-        own = {node: load for node, load in self._own().items() if load != NO_LOAD or load.recent_s > 0.0}
-        found = await self._loads.exchange(self._record(own))
-        self._heard_s = self._clock()
-        self.num_routers = len(found) + 1
-        others: dict[Incarnation, Load] = {}
-        for record in found:
-            others = dict(together(others, {convert.incarnation_from_pb(one.node): _load(one) for one in record.loads}))
-        self._others = others
+        own = self._own()
+        found = None
+        if self._clock() - self._told_all_s < TELL_ALL_S:
+            changed = own.take_changed()
+            found = await self._loads.exchange([_record(node, own) for node in changed], is_whole=False)
+        if found is None:
+            self._told_all_s = self._clock()
+            own.take_changed()
+            found = await self._loads.exchange([_record(node, own) for node in own], is_whole=True)
+        if found is not None:
+            self._heard_s = self._clock()
+            self._others.hear(found, self._heard_s)
 
     async def _run(self) -> None:
         reachable = True
@@ -88,7 +96,7 @@ class Replicas:
                 if reachable:
                     log.warning("this router does not see what others place: %s", err)
                 reachable = False
-            is_busy = any(load.requests for load in (*self._own().values(), *self._others.values()))
+            is_busy = self._own().requests.any() or self._others.columns.requests.any()
             if is_busy and reachable:
                 await asyncio.sleep(BUSY_S)
                 continue
@@ -97,19 +105,17 @@ class Replicas:
                 async with asyncio.timeout(IDLE_S):
                     await self._wake.wait()
 
-    def _record(self, own: Mapping[Incarnation, Load]) -> RouterLoad:
-        loads = [
-            NodeLoad(
-                node=convert.incarnation_to_pb(node),
-                requests=load.requests,
-                tokens=load.tokens,
-                pages=load.pages,
-                works_s=load.works_s,
-                recent_s=load.recent_s,
-            )
-            for node, load in own.items()
-        ]
-        return RouterLoad(router=convert.incarnation_to_pb(self._me), loads=loads)
+
+def _record(node: Incarnation, loads: Mapping[Incarnation, Load]) -> NodeLoad:
+    load = loads.get(node, NO_LOAD)
+    return NodeLoad(
+        node=convert.incarnation_to_pb(node),
+        requests=load.requests,
+        tokens=load.tokens,
+        pages=load.pages,
+        works_s=load.works_s,
+        recent_s=load.recent_s,
+    )
 
 
 def together(some: Mapping[Incarnation, Load], more: Mapping[Incarnation, Load]) -> Mapping[Incarnation, Load]:
@@ -142,7 +148,3 @@ def _sum(one: Load, other: Load) -> Load:
         one.works_s + other.works_s,
         one.recent_s + other.recent_s,
     )
-
-
-def _load(record: NodeLoad) -> Load:
-    return Load(record.requests, record.tokens, record.pages, tuple(record.works_s), record.recent_s)

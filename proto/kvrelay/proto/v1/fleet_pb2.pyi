@@ -240,33 +240,11 @@ class Link(_message.Message):
 Global___Link: _TypeAlias = Link  # noqa: Y015
 
 @_typing.final
-class RouterLoad(_message.Message):
-    """What one router has placed and not seen end, for the other routers of the fleet. In the registry, for seconds."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROUTER_FIELD_NUMBER: _builtins.int
-    LOADS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def router(self) -> _common_pb2.Incarnation: ...
-    @_builtins.property
-    def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeLoad]: ...
-    def __init__(
-        self,
-        *,
-        router: _common_pb2.Incarnation | None = ...,
-        loads: _abc.Iterable[Global___NodeLoad] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["router", b"router"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loads", b"loads", "router", b"router"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RouterLoad: _TypeAlias = RouterLoad  # noqa: Y015
-
-@_typing.final
 class NodeLoad(_message.Message):
+    """What one router has placed on a node and not seen end, for the other routers of the fleet. In the registry, for
+    seconds. Of all fields only the node: nothing any more.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_FIELD_NUMBER: _builtins.int
