@@ -34,7 +34,7 @@ from kvrelay.model.single import Session, SingleEngine
 from kvrelay.model.transformer import Model
 from kvrelay.proto import convert
 from kvrelay.proto.server import connect
-from kvrelay.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
+from kvrelay.proto.v1 import blocks_pb2_grpc, common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
 
 ORACLE = "v2_lite_greedy"
 GREEDY = Sampling(max_tokens=24)
@@ -124,6 +124,7 @@ class Lab:
 
     server: DecodeServer
     stub: decode_pb2_grpc.DecodeNodeAsyncStub
+    blocks: blocks_pb2_grpc.BlockSourceAsyncStub
     prefill: PrefillSide
     asked: DrainRequests
     holder: Incarnation = field(default_factory=lambda: Incarnation.new("router"))
@@ -201,7 +202,13 @@ async def running(
     prefill = PrefillSide.start(model, ring_size=ring_size)
     try:
         async with connect(server.endpoint, max_message_bytes=32 << 20) as channel:
-            yield Lab(server, decode_pb2_grpc.DecodeNodeStub(channel), prefill, asked)
+            yield Lab(
+                server,
+                decode_pb2_grpc.DecodeNodeStub(channel),
+                blocks_pb2_grpc.BlockSourceStub(channel),
+                prefill,
+                asked,
+            )
     finally:
         await server.stop()
         await asyncio.to_thread(agent.transfer.stop)

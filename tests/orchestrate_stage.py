@@ -117,9 +117,6 @@ class PlayedDecode(decode_pb2_grpc.DecodeNodeServicer):
     async def Fenced(self, request: Any, context: Any) -> decode_pb2.FencedReply:
         return decode_pb2.FencedReply()
 
-    async def Push(self, request: Any, context: Any) -> decode_pb2.PushReply:
-        return decode_pb2.PushReply()
-
     async def FenceWriter(self, request: Any, context: Any) -> decode_pb2.FenceWriterReply:
         return decode_pb2.FenceWriterReply()
 

@@ -36,6 +36,7 @@ from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.checkpoint import load_model
 from kvrelay.proto.convert import incarnation_to_pb, pack_ids
 from kvrelay.proto.v1 import (
+    blocks_pb2_grpc,
     common_pb2,
     decode_pb2_grpc,
     fleet_pb2,
@@ -147,7 +148,10 @@ class DecodePeer:
 
 
 @asynccontextmanager
-async def decode_peer(folder: Path, *, name: str = "decode-for-tests") -> AsyncIterator[DecodePeer]:
+async def decode_peer(
+    folder: Path, *, name: str = "decode-for-tests", wants_token: bool = True
+) -> AsyncIterator[DecodePeer]:
+    """`wants_token`: a hand-off brings a first token; a push of cached blocks does not."""
     model = load_model(folder, dtype="float32", device=torch.device("cpu"))
     pool = LatentPool(model.layout(block_tokens=BLOCK_TOKENS), 128, torch.device("cpu"))
     node, fences = Incarnation.new(name), FenceMemory.on_host(16 * MAX_RING_SIZE)
@@ -173,6 +177,7 @@ async def decode_peer(folder: Path, *, name: str = "decode-for-tests") -> AsyncI
         on_admitted=admitted.put_nowait,
         on_failed=lambda _epoch, _request, reason: failed.put_nowait(reason),
         on_pages_free=free,
+        wants_token=wants_token,
     )
     hub = ReaderHub(
         node=node, endpoint="", pool=local, cells=fences.cells, thread=thread, callbacks=callbacks, limits=Limits()
@@ -217,6 +222,7 @@ class Client:
         self.node = node
         self._channel = aio.insecure_channel(node.endpoint)
         self.stub = prefill_pb2_grpc.PrefillNodeStub(self._channel)
+        self.blocks = blocks_pb2_grpc.BlockSourceStub(self._channel)
 
     async def close(self) -> None:
         await self._channel.close()

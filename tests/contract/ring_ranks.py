@@ -27,7 +27,7 @@ from kvrelay.prefill_node.pages import RingPages
 from kvrelay.prefill_node.rank import RankWorker
 from kvrelay.prefill_node.ring import Ring
 from kvrelay.prefill_node.settings import RankPlace
-from kvrelay.proto.v1 import common_pb2, handoff_pb2, ring_pb2
+from kvrelay.proto.v1 import common_pb2, handoff_pb2
 
 PAGE_TOKENS = 64
 NUM_PAGES = 64
@@ -105,7 +105,7 @@ def compute(
     ring = Ring(group, pool, counters)
     writers: list[RecordingWriter] = []
 
-    def open_writer(_: ring_pb2.RingOpen) -> RecordingWriter:
+    def open_writer(_: handoff_pb2.Ticket) -> RecordingWriter:
         writers.append(RecordingWriter(pool, failure=case.handoff_failure))
         return writers[-1]
 

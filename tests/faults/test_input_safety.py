@@ -116,6 +116,8 @@ def test_a2_no_message_makes_a_server_fail_otherwise_than_clearly(fleet: Fleet, 
     """A2. Every method of every service: raw bytes, and messages with any values in them."""
     endpoints = {record.node.name: record.endpoint for record in fleet.nodes()}
     endpoint = {"DecodeNode": endpoints["decode-0"], "PrefillNode": endpoints["prefill-0"]}.get(service, fleet.endpoint)
+    if service == "BlockSource":
+        endpoint = endpoints["prefill-1"]
     throw_at(endpoint, METHODS[service, method])
     right(fleet, 900, num_tokens=40)
 

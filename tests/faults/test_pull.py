@@ -1,4 +1,6 @@
-"""A prefill node fetches cached tokens from a decode node; when that fails it computes them, and nothing is lost."""
+"""A prefill node fetches cached tokens from another node of either role; when that fails it computes them, and nothing
+is lost. The sources are a decode node, and a prefill ring of two.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from faults.lab.drive import Drive, drive
 from faults.lab.fleet import Fleet
 from faults.lab.requests import TOKENS
 from faults.lab.workload import golden, prompt
-from kvrelay.proto.v1 import decode_pb2, prefill_pb2
+from kvrelay.proto.convert import pack_ids
+from kvrelay.proto.v1 import decode_pb2, fleet_pb2, prefill_pb2
 
 OUTPUT = 8
 WHOLE_BLOCKS = TOKENS // 64 * 64  # of 600 tokens
@@ -50,97 +53,106 @@ def _answer(one: Drive, **changed: Any) -> tuple[list[int], prefill_pb2.PrefillS
     return [first, *tokens], next(event.started for event in events if event.HasField("started"))
 
 
-def _known_to_decode_0(fleet: Fleet, seed: int) -> bytes:
-    """Let decode-0 have a prompt that prefill-0, which can pull, has not; return the tenant's chain seed."""
+def _known_to_others(fleet: Fleet, seed: int) -> bytes:
+    """Let prefill-1 and decode-0 have a prompt that prefill-0, which can pull, has not; return its tenant's seed."""
     tenant = secrets.token_bytes(16)
     with drive(fleet, prompt(seed, TOKENS), prefill="prefill-1", decode="decode-0", seed=tenant) as one:
         assert _answer(one)[0] == list(golden(seed, TOKENS, OUTPUT))
     return tenant
 
 
-def _source(fleet: Fleet) -> prefill_pb2.PullFrom:
-    node = next(one for one in fleet.nodes() if one.node.name == "decode-0")
-    return prefill_pb2.PullFrom(node=node.node, endpoint=node.endpoint, tokens=TOKENS)
+def _source(fleet: Fleet, name: str) -> prefill_pb2.PullFrom:
+    node = next(one for one in fleet.nodes() if one.node.name == name)
+    return prefill_pb2.PullFrom(node=node.node, endpoint=node.endpoint, tokens=TOKENS, ring_size=node.ring_size)
 
 
 def _counters(fleet: Fleet, node: str) -> dict[str, float]:
     return dict(fleet.stats()[node].counters)
 
 
-def test_a_pull_spares_the_computation_and_changes_no_token(fleet: Fleet) -> None:
-    tenant = _known_to_decode_0(fleet, 700)
+@pytest.mark.parametrize(("source", "seed"), [("decode-0", 700), ("prefill-1", 701)])
+def test_a_pull_spares_the_computation_and_changes_no_token(fleet: Fleet, source: str, seed: int) -> None:
+    tenant = _known_to_others(fleet, seed)
     before = _counters(fleet, "prefill-0")
-    with drive(fleet, prompt(700, TOKENS), decode="decode-1", seed=tenant) as one:
-        tokens, started = _answer(one, pull_from=_source(fleet))
+    with drive(fleet, prompt(seed, TOKENS), decode="decode-1", seed=tenant) as one:
+        tokens, started = _answer(one, pull_from=_source(fleet, source))
 
-    assert tokens == list(golden(700, TOKENS, OUTPUT))
+    assert tokens == list(golden(seed, TOKENS, OUTPUT))
     assert (started.cached_tokens, started.pulled_tokens) == (WHOLE_BLOCKS, WHOLE_BLOCKS)
     after = _counters(fleet, "prefill-0")
     assert after["pulled_tokens_total"] - before.get("pulled_tokens_total", 0.0) == WHOLE_BLOCKS
     executed = after["prefill_tokens_executed"] - before.get("prefill_tokens_executed", 0.0)
     assert executed == TOKENS - WHOLE_BLOCKS
-    assert _counters(fleet, "decode-0")["pushed_tokens_total"] >= WHOLE_BLOCKS
-    with drive(fleet, prompt(700, TOKENS), decode="decode-1", seed=tenant) as again:  # it stays cached
+    assert _counters(fleet, source)["pushed_tokens_total"] >= WHOLE_BLOCKS
+    with drive(fleet, prompt(seed, TOKENS), decode="decode-1", seed=tenant) as again:  # it stays cached
         tokens, started = _answer(again)
-    assert tokens == list(golden(700, TOKENS, OUTPUT))
+    assert tokens == list(golden(seed, TOKENS, OUTPUT))
     assert (started.cached_tokens, started.pulled_tokens) == (WHOLE_BLOCKS, 0)
 
 
 @pytest.mark.parametrize("kind", ["corrupt", "refuse", "drop"])
-def test_a_pull_that_goes_wrong_is_computed_instead(fleet: Fleet, kind: str) -> None:
-    tenant = _known_to_decode_0(fleet, 710)
+@pytest.mark.parametrize(("source", "seed"), [("decode-0", 710), ("prefill-1", 711)])
+def test_a_pull_that_goes_wrong_is_computed_instead(fleet: Fleet, kind: str, source: str, seed: int) -> None:
+    tenant = _known_to_others(fleet, seed)
     failed = _counters(fleet, "prefill-0").get("pulls_failed_total", 0.0)
-    fleet.arm("decode-0", "part", kind, count=1)
-    with drive(fleet, prompt(710, TOKENS), decode="decode-1", seed=tenant) as one:
-        tokens, started = _answer(one, pull_from=_source(fleet))
+    fleet.arm(source, "part", kind, count=1)
+    with drive(fleet, prompt(seed, TOKENS), decode="decode-1", seed=tenant) as one:
+        tokens, started = _answer(one, pull_from=_source(fleet, source))
 
-    assert tokens == list(golden(710, TOKENS, OUTPUT))
+    assert tokens == list(golden(seed, TOKENS, OUTPUT))
     assert (started.cached_tokens, started.pulled_tokens) == (0, 0)
     assert _counters(fleet, "prefill-0")["pulls_failed_total"] == failed + 1
 
 
-def test_a_source_that_has_forgotten_refuses_at_once(fleet: Fleet) -> None:
+@pytest.mark.parametrize("source", ["decode-0", "prefill-1"])
+def test_a_source_that_has_forgotten_refuses_at_once(fleet: Fleet, source: str) -> None:
     began_s = time.monotonic()
     with drive(fleet, prompt(720, TOKENS), decode="decode-1") as one:
-        tokens, started = _answer(one, pull_from=_source(fleet))
+        tokens, started = _answer(one, pull_from=_source(fleet, source))
 
     assert tokens == list(golden(720, TOKENS, OUTPUT))
     assert started.pulled_tokens == 0
     assert time.monotonic() - began_s < 8.0
 
 
-def test_a_source_that_is_killed_during_a_pull_costs_no_answer_and_no_page(fleet: Fleet) -> None:
-    tenant = _known_to_decode_0(fleet, 730)
-    source, posted = _source(fleet), _counters(fleet, "decode-0").get("parts_posted_total", 0.0)
-    fleet.arm("decode-0", "part", "delay", skip=1, seconds=30)
+@pytest.mark.parametrize(
+    ("source", "seed"), [("decode-0", 730), pytest.param("prefill-1", 731, marks=pytest.mark.full)]
+)
+def test_a_source_that_is_killed_during_a_pull_costs_no_answer_and_no_page(
+    fleet: Fleet, source: str, seed: int
+) -> None:
+    tenant = _known_to_others(fleet, seed)
+    pull_from, posted = _source(fleet, source), _counters(fleet, source).get("parts_posted_total", 0.0)
+    fleet.arm(source, "part", "delay", skip=1, seconds=30)
     started: list[prefill_pb2.PrefillStarted] = []
     answers: list[list[int]] = []
-    with drive(fleet, prompt(730, TOKENS), decode="decode-1", seed=tenant) as one:
+    with drive(fleet, prompt(seed, TOKENS), decode="decode-1", seed=tenant) as one:
 
         def ask() -> None:
-            tokens, said = _answer(one, pull_from=source)
+            tokens, said = _answer(one, pull_from=pull_from)
             answers.append(tokens)
             started.append(said)
 
         asking = threading.Thread(target=ask)
         asking.start()
-        wait_until(lambda: _counters(fleet, "decode-0").get("parts_posted_total", 0.0) > posted, 10)
-        fleet.signal("decode-0", signal.SIGKILL)
+        wait_until(lambda: _counters(fleet, source).get("parts_posted_total", 0.0) > posted, 10)
+        fleet.signal(source, signal.SIGKILL)
         asking.join(30)
 
-    assert answers == [list(golden(730, TOKENS, OUTPUT))]
+    assert answers == [list(golden(seed, TOKENS, OUTPUT))]
     assert started[0].pulled_tokens == 0
     # Its pages wait for the proof that the dead node writes no more: its newer life is that.
-    wait_until(lambda: not fleet.unsettled(), 20, fleet.what_is_wrong)
+    wait_until(lambda: not fleet.unsettled(), 40, fleet.what_is_wrong)
 
 
-def test_an_abort_during_a_pull_ends_the_request_and_gives_all_pages_back(fleet: Fleet) -> None:
-    tenant = _known_to_decode_0(fleet, 740)
-    pushes = _counters(fleet, "decode-0").get("pushes_total", 0.0)
-    fleet.arm("decode-0", "part", "slow", seconds=0.5)  # posting takes as long, for each layer
-    with drive(fleet, prompt(740, TOKENS), decode="decode-1", seed=tenant) as one:
-        call = one.start_prefill(one.reserve(), pull_from=_source(fleet))
-        wait_until(lambda: _counters(fleet, "decode-0").get("pushes_total", 0.0) > pushes, 10)
+@pytest.mark.parametrize(("source", "seed"), [("decode-0", 740), ("prefill-1", 741)])
+def test_an_abort_during_a_pull_ends_the_request_and_gives_all_pages_back(fleet: Fleet, source: str, seed: int) -> None:
+    tenant = _known_to_others(fleet, seed)
+    pushes = _counters(fleet, source).get("pushes_total", 0.0)
+    fleet.arm(source, "part", "slow", seconds=0.5)  # posting takes as long, for each layer
+    with drive(fleet, prompt(seed, TOKENS), decode="decode-1", seed=tenant) as one:
+        call = one.start_prefill(one.reserve(), pull_from=_source(fleet, source))
+        wait_until(lambda: _counters(fleet, source).get("pushes_total", 0.0) > pushes, 10)
         assert one.abort(one.prefill)
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
@@ -148,3 +160,23 @@ def test_an_abort_during_a_pull_ends_the_request_and_gives_all_pages_back(fleet:
 
     assert caught.value.code() is grpc.StatusCode.CANCELLED
     wait_until(lambda: not fleet.unsettled(), 20, fleet.what_is_wrong)
+
+
+def test_placement_has_a_prefix_fetched_that_only_another_prefill_node_holds(fleet: Fleet) -> None:
+    tokens = prompt(750, TOKENS)
+    fleet.serve_on("prefill-1", count=1)
+    fleet.generate(tokens, max_tokens=1)  # leaves nothing on a decode node
+    before = _counters(fleet, "prefill-0").get("pulled_tokens_total", 0.0)
+    pages = fleet_pb2.PreviewRequest(packed_ids=pack_ids(tokens), max_tokens=OUTPUT)
+    wait_until(lambda: {one.cached_tokens for one in fleet.fleet.Preview(pages).candidates} == {0, WHOLE_BLOCKS}, 10)
+
+    fleet.serve_on("prefill-0", "decode-1", count=1)
+    answer = fleet.generate(tokens, max_tokens=OUTPUT)
+
+    assert tuple(answer.token_ids) == golden(750, TOKENS, OUTPUT)
+    assert answer.usage.cached_tokens == WHOLE_BLOCKS
+    assert _counters(fleet, "prefill-0")["pulled_tokens_total"] - before == WHOLE_BLOCKS
+    why = fleet.fleet.Explain(fleet_pb2.ExplainRequest(request_id=answer.accepted.request_id))
+    assert f"pull from prefill-1 {WHOLE_BLOCKS} tokens" in why.way
+    parts = next(one.parts_s for one in why.candidates if one.node == "prefill-0")
+    assert 0.0 < parts["fetch_s"] < parts["compute_s"] + parts["fetch_s"]

@@ -136,7 +136,6 @@ def test_n6_a_pool_is_what_its_process_was_started_with() -> None:
         "Drain",
         "Stats",
         "FenceWriter",
-        "Push",
     }
 
 

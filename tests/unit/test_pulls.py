@@ -24,7 +24,7 @@ from kvrelay.prefill_node.puller import Puller, PullFrom
 from kvrelay.prefill_node.rank import RankWorker
 from kvrelay.prefill_node.servicer import NodeFacts, PrefillServicer
 from kvrelay.proto.convert import epoch_to_pb
-from kvrelay.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
+from kvrelay.proto.v1 import blocks_pb2, blocks_pb2_grpc, common_pb2, handoff_pb2
 from played_ring import BLOCK, Ring, a_job
 
 NODE, ROUTER = Incarnation("prefill", 1), Incarnation("router", 1)
@@ -70,11 +70,11 @@ async def test_an_abort_that_comes_as_a_pull_ends_is_not_lost() -> None:
     assert ring.control.active_jobs == 0
 
 
-class LyingSource(decode_pb2_grpc.DecodeNodeServicer):
+class LyingSource(blocks_pb2_grpc.BlockSourceServicer):
     """Says that all is written, of which nothing is heard."""
 
-    async def Push(self, request: decode_pb2.PushRequest, context: Any) -> decode_pb2.PushReply:
-        return decode_pb2.PushReply()
+    async def Push(self, request: blocks_pb2.PushRequest, context: Any) -> blocks_pb2.PushReply:
+        return blocks_pb2.PushReply()
 
 
 class OneEpoch:
@@ -96,7 +96,7 @@ class OneEpoch:
 async def test_a_pull_that_is_cancelled_before_its_admission_is_given_up_and_may_still_be_admitted() -> None:
     ring, hub = Ring(), OneEpoch()
     server = aio.server()
-    decode_pb2_grpc.add_DecodeNodeServicer_to_server(LyingSource(), server)  # type: ignore[abstract]
+    blocks_pb2_grpc.add_BlockSourceServicer_to_server(LyingSource(), server)
     source = PullFrom(SOURCE.node, f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", SOURCE.tokens)
     await server.start()
     puller = Puller(

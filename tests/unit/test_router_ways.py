@@ -144,6 +144,7 @@ def test_otherwise_it_is_computed(nodes: list[NodeView], held: int) -> None:
 
     assert pair.pull is None
     assert "pull" not in pair.way
+    assert "fetch_s" not in next(one.parts for one in pair.scores if one.node is pair.prefill)
 
 
 def test_the_source_with_the_most_to_save_is_pulled_from() -> None:
@@ -164,3 +165,76 @@ def test_a_source_that_failed_this_request_is_not_asked_again() -> None:
 
     assert pair.pull is not None
     assert pair.pull.source == other
+
+
+def test_prefill_nodes_are_sources_too_whatever_their_ring_and_a_busy_one_takes_its_time() -> None:
+    ring = prefill("ring", ring_size=4, chunk_tokens=8192)
+    question = asked(4000, cached_tokens={ring.incarnation: 3968}, avoid=frozenset())
+    away = replace(ring, draining=True)  # places nothing more there, and its blocks are still good
+
+    pair = place([PULLS, away, D], question)
+
+    assert pair.pull is not None
+    assert (pair.pull.source, pair.pull.upto) == (away, 3968)
+    assert pair.pull.transfer_s == pytest.approx(0.01 + 3968 * NodeCost().relay_token_s)
+
+    busy = replace(away, queued_tokens=50_000)  # a step and a half takes 0.3 s, and computing it 0.4 s
+    slow = place([PULLS, busy, D], question).pull
+    assert slow is not None
+    assert slow.transfer_s == pytest.approx(pair.pull.transfer_s + 1.5 * 8192 * NodeCost().token_s / 4)
+
+    very_busy = replace(busy, chunk_tokens=32_768)
+    late = place([PULLS, very_busy, D], question)
+    assert late.pull is None
+    assert "fetching 3968 tokens from ring would take 1.26 s, computing them 0.397 s" in late.way
+
+
+def test_what_is_only_on_its_way_to_a_node_is_not_fetched_from_it() -> None:
+    tentative = prefill("tentative", draining=True)
+    question = asked(4000, cached_tokens={tentative.incarnation: 3968, HOLDER.incarnation: 1024})
+
+    pair = place([PULLS, tentative, D, HOLDER], replace(question, held_tokens={HOLDER.incarnation: 1024}))
+
+    assert pair.pull is not None
+    assert pair.pull.source == HOLDER
+
+
+def test_a_request_that_counts_on_what_is_on_its_way_says_where_it_could_be_had() -> None:
+    """It may come before the request that was to fetch it."""
+    cached = {PULLS.incarnation: 3968, HOLDER.incarnation: 3968}
+    question = asked(4000, cached_tokens=cached, held_tokens={HOLDER.incarnation: 3968})
+
+    pair = place([PULLS, D, HOLDER], question)
+
+    assert (pair.pull, pair.remaining_tokens) == (None, 32)
+    assert pair.late_pull is not None
+    assert (pair.late_pull.source, pair.late_pull.upto) == (HOLDER, 3968)
+    assert place([PULLS, D, HOLDER], replace(question, held_tokens=cached)).late_pull is None
+    assert place([P, D, HOLDER], replace(question, cached_tokens={P.incarnation: 3968, **cached})).late_pull is None
+
+
+def test_prefill_nodes_are_compared_by_what_they_would_fetch() -> None:
+    """The one that has the prompt is busy for a second; of the two idle ones the better link to it decides."""
+    busy = prefill("busy", queued_tokens=10_000, chunk_tokens=512, links={"near": 1e-6, "far": 8e-5})
+    near, far = prefill("near", pulls=True), prefill("far", pulls=True)
+    mute = prefill("a-mute")  # the first by name, and does not fetch
+
+    pair = place([mute, busy, far, near, D], asked(8000, cached_tokens={busy.incarnation: 7936}))
+
+    assert pair.prefill == near
+    assert pair.pull is not None
+    assert pair.pull.source == busy
+    decision = explained(pair, prompt_tokens=8000, confidence=Confidence.EXACT, cached={"busy": 7936})
+    parts = {one.name: one.parts for one in decision.candidates}
+    assert parts["near"]["fetch_s"] == pytest.approx(0.01 + 1.5 * 512 * 1e-4 + 7936e-6)
+    assert parts["far"]["fetch_s"] > 0.6
+    assert "fetch_s" not in parts["a-mute"]
+    assert all(one.total_s == pytest.approx(sum(one.parts.values())) for one in decision.candidates)
+    assert decision.way.endswith(f"pull from busy 7936 tokens in {pair.pull.transfer_s:.3g} s, computing them 0.794 s")
+
+
+def test_a_prompt_without_an_answer_is_fetched_too() -> None:
+    pair = place([PULLS, HOLDER], asked(4000, cached_tokens={HOLDER.incarnation: 3968}, needs_decode=False))
+
+    assert (pair.decode, pair.remaining_tokens) == (None, 32)
+    assert pair.pull is not None

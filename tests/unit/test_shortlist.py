@@ -47,7 +47,7 @@ def a_fleet(rng: random.Random, num_nodes: int) -> list[NodeView]:
             free_pages=rng.choice((40_000, 100, 0)), active_requests=rng.choice((0, 0, 5)),
             queued_tokens=rng.choice((0, 0, 700, 90_000)), draining=rng.random() < 0.1, cost=rng.choice(costs),
             links={f"n{other}": rng.choice((1e-6, 1e-5, 1e-4)) for other in rng.sample(names, 20)},
-            local_tokens=rng.choice((0, 256, 2000)), pulls=rng.random() < 0.7,
+            local_tokens=rng.choice((0, 256, 2000)), pulls=rng.random() < 0.7, chunk_tokens=rng.choice((0, 512, 8192)),
             max_batch=rng.choice((0, 2, 4, 64)),
         )
         for name in names
@@ -71,7 +71,7 @@ def outcome(choose: object) -> tuple[object, ...]:
         pair: Pair = choose()  # type: ignore[operator]
     except (InvalidRequestError, UnavailableError) as err:
         return type(err), str(err)
-    where = pair.prefill, pair.decode, pair.local and pair.local.parts, pair.pull, pair.way
+    where = pair.prefill, pair.decode, pair.local and pair.local.parts, pair.pull, pair.late_pull, pair.way
     return *where, pair.remaining_tokens, pair.work_s, pair.backlog_s(), pair.step_s(), pair.refused
 
 
@@ -83,10 +83,12 @@ def test_the_choice_among_many_is_that_of_the_scan_over_all(seed: int, extra: in
     own, others = some_loads(rng, nodes), some_loads(rng, nodes) if rng.random() < 0.5 else {}
     prompt = rng.choice((1, 63, 1000, 50_000))
     holders = rng.sample(nodes, rng.choice((0, 3, len(nodes))))
+    cached = {one.incarnation: rng.choice((PAGE, prompt // 2 // PAGE * PAGE, prompt)) for one in holders}
     question = Question(
         prompt_tokens=prompt, total_tokens=prompt + rng.choice((1, 500)), needs_decode=rng.random() < 0.8,
-        long_prompt_tokens=1024, usual_link_s=rng.choice((0.0, 1e-5)),
-        cached_tokens={one.incarnation: rng.choice((PAGE, prompt // 2 // PAGE * PAGE, prompt)) for one in holders},
+        long_prompt_tokens=1024, usual_link_s=rng.choice((0.0, 1e-5)), cached_tokens=cached,
+        no_pull=frozenset(one.incarnation for one in rng.sample(nodes, 5)),
+        held_tokens={one: tokens for one, tokens in cached.items() if rng.random() < 0.8},
         loads=together(own, others), avoid=frozenset(one.incarnation for one in rng.sample(nodes, 2)),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:

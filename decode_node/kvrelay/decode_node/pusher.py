@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvrelay.core.errors import CapacityError, InvalidRequestError, TransferError
+from kvrelay.core.errors import CapacityError, TransferError
 from kvrelay.core.shard import Span
 from kvrelay.core.supervise import keep
 from kvrelay.core.types import Counters, Incarnation
@@ -18,7 +18,7 @@ from kvrelay.kv_transfer.outcome import Failed, Outcome
 from kvrelay.kv_transfer.pool_agent import local_pool
 from kvrelay.kv_transfer.writer_endpoint import WriterEndpoint
 from kvrelay.kvcache.pool import LatentPool
-from kvrelay.proto.v1 import decode_pb2
+from kvrelay.proto.v1 import blocks_pb2
 
 log = logging.getLogger(__name__)
 # Checksums of one portion take under a millisecond at 10 GB/s and 1 KiB rows.
@@ -37,16 +37,10 @@ class Pusher:
         thread: TransferThread,
         limits: Limits,
         max_pushes: int,
-        max_push_s: float,
     ) -> None:
-        """
-        Args:
-            max_pushes: at once; more are refused.
-            max_push_s: longest time that a ticket may give a push, which holds blocks and delays a drain so long.
-        """
+        """`max_pushes`: at once; more are refused."""
         self.counters = Counters()
         self._max_pushes = max_pushes
-        self._max_push_s = max_push_s
         self._sums = ThreadPoolExecutor(1, thread_name_prefix="push", initializer=pool.bind_thread)
         self._node = node
         self._book = book
@@ -59,22 +53,18 @@ class Pusher:
     def num_active(self) -> int:
         return len(self._running)
 
-    async def push(self, request: decode_pb2.PushRequest) -> int:
+    async def push(self, request: blocks_pb2.PushRequest) -> int:
         """Write blocks under a ticket and see it through; return the tokens that were written.
 
         The pages stay held until no write can read them any more, which may be later.
 
         Raises:
             CapacityError: too many run already.
-            StaleMessageError: some block is not here any more, or the ticket names another writer.
-            InvalidRequestError, LayoutMismatchError: the ticket is not for these blocks, or lasts too long.
+            StaleMessageError: some block is not here any more.
+            InvalidRequestError: the ticket contradicts itself.
             TransferError: it failed; the asker has been told by the session.
         """
-        ticket, layout = request.ticket, self._pool.layout
-        if ticket.prompt_tokens != len(request.block_hashes) * layout.block_tokens:
-            raise InvalidRequestError(f"a ticket for {ticket.prompt_tokens} tokens, {len(request.block_hashes)} blocks")
-        if ticket.timeout_ms > self._max_push_s * 1000:
-            raise InvalidRequestError(f"a ticket for {ticket.timeout_ms / 1000:g} s; at most {self._max_push_s:g}")
+        ticket = request.ticket
         if len(self._running) >= self._max_pushes:
             raise CapacityError(f"{len(self._running)} pushes run here, the limit is {self._max_pushes}")
         pages = self._book.pin(request.block_hashes)

@@ -14,7 +14,6 @@ from kvrelay.core.errors import ServeError
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.types import SampledToken
 from kvrelay.decode_node.node import DecodeNode
-from kvrelay.decode_node.pusher import Pusher
 from kvrelay.decode_node.requests import Admitted, Ask, Done, Event, First, Record
 from kvrelay.kv_transfer.hub_servicer import HubServicer
 from kvrelay.kv_transfer.reader_hub import ReaderHub
@@ -35,11 +34,9 @@ class DecodeServicer(HubServicer):
         max_request_s: float,
         drain: OnDrain,
         stats: Callable[[], common_pb2.NodeStats],
-        pusher: Pusher,
     ) -> None:
         super().__init__(hub)
         self._node = node
-        self._pusher = pusher
         self._lease_s = lease_s
         self._max_request_s = max_request_s
         self._drain = drain
@@ -91,14 +88,6 @@ class DecodeServicer(HubServicer):
         self, request: common_pb2.StatsRequest, context: aio.ServicerContext[Any, Any]
     ) -> common_pb2.NodeStats:
         return self._stats()
-
-    async def Push(
-        self, request: decode_pb2.PushRequest, context: aio.ServicerContext[Any, Any]
-    ) -> decode_pb2.PushReply:
-        async with grpc_status(context):
-            convert.check_request_id(request.ticket.request.request_id)
-            with _span("push", request.ticket.request, context):
-                return decode_pb2.PushReply(pushed_tokens=await self._pusher.push(request))
 
 
 def _span(

@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from kvrelay.core import telemetry
@@ -35,6 +36,7 @@ from kvrelay.kv_transfer import local
 from kvrelay.kv_transfer.hub_values import HubCallbacks
 from kvrelay.kv_transfer.link_records import add_links, links_by_peer
 from kvrelay.kv_transfer.pool_agent import PoolAgent, local_pool
+from kvrelay.kv_transfer.push_servicer import PushServicer
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.model.loaded import Loaded
 from kvrelay.proto.convert import incarnation_to_pb
@@ -42,7 +44,7 @@ from kvrelay.proto.node_metrics import NodeMetrics
 from kvrelay.proto.server import Server, node_security
 from kvrelay.proto.server import serve as serve_grpc
 from kvrelay.proto.tls import Tls
-from kvrelay.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, fleet_pb2
+from kvrelay.proto.v1 import blocks_pb2, blocks_pb2_grpc, common_pb2, decode_pb2, decode_pb2_grpc, fleet_pb2
 
 log = logging.getLogger(__name__)
 _DRAIN_CHECK_S = 0.05
@@ -110,7 +112,6 @@ class DecodeServer:
                 fence_timeout_s=settings.fence_timeout_s, max_message_bytes=settings.max_message_bytes, tls=self._tls
             ),
             max_pushes=settings.max_requests,
-            max_push_s=settings.max_request_s,
         )
         self._presence = Presence(
             NodeRegistry(settings.index_url, settings.fleet),
@@ -167,12 +168,26 @@ class DecodeServer:
             max_request_s=self._settings.max_request_s,
             drain=self._asked.ask,
             stats=self.stats,
-            pusher=self._pusher,
         )
+        pushes = PushServicer(
+            self._pusher.push,
+            node=self.node.incarnation,
+            ring_size=1,
+            layout=self._loaded.pool.layout,
+            max_push_s=self._settings.max_request_s,
+        )
+
+        def add_services(server: aio.Server) -> None:
+            decode_pb2_grpc.add_DecodeNodeServicer_to_server(servicer, server)
+            blocks_pb2_grpc.add_BlockSourceServicer_to_server(pushes, server)
+
         self._server = await serve_grpc(
             listen=self._settings.listen,
-            add_services=lambda server: decode_pb2_grpc.add_DecodeNodeServicer_to_server(servicer, server),
-            services=[decode_pb2.DESCRIPTOR.services_by_name["DecodeNode"]],
+            add_services=add_services,
+            services=[
+                decode_pb2.DESCRIPTOR.services_by_name["DecodeNode"],
+                blocks_pb2.DESCRIPTOR.services_by_name["BlockSource"],
+            ],
             max_message_bytes=self._settings.max_message_bytes,
             **node_security(self._tls, lambda reason: self.node.counters.add(f"calls_refused_{reason}_total")),
         )

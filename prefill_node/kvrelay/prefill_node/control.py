@@ -16,7 +16,9 @@ from kvrelay.core.shard import Span
 from kvrelay.kvcache.allocator import PageAccount
 from kvrelay.prefill_node.fills import Fill, Fills
 from kvrelay.prefill_node.jobs import CacheChanged, Computed, Event, Gone, HandoffFailed, Job, Opened, Phase
+from kvrelay.prefill_node.owned_runs import owned_runs
 from kvrelay.prefill_node.pages import RequestPages, RingPages
+from kvrelay.prefill_node.pushes import Pushes
 from kvrelay.prefill_node.scheduler import ChunkScheduler, NextChunk
 from kvrelay.proto.convert import pack_ids, span_to_pb
 from kvrelay.proto.v1 import ring_pb2
@@ -56,6 +58,7 @@ class RingControl:
         self._records: dict[str, _Record] = {}  # in order of arrival
         self._computing: dict[bytes, str] = {}  # block -> the job that computes it, or the fill that brings it
         self._fills = Fills(pages, block_tokens=block_tokens, computing=self._computing)
+        self.pushes = Pushes(pages, most=max_jobs)
         self._step_id = 0
         self._room = 0  # grows whenever a job that found no room might find some
         self._room_planned = 0  # its value at the last plan
@@ -78,7 +81,7 @@ class RingControl:
         self._records[job.key] = _Record(job, now_s)
 
     def close(self, key: str, *, abort: bool) -> bool:
-        """End a job, in whatever phase; its pages come back when every rank has drained.
+        """End a job, in whatever phase, or a push; its pages come back when every rank has drained.
 
         Args:
             abort: every rank gives up its hand-off; False when the reader has admitted the request.
@@ -87,7 +90,9 @@ class RingControl:
             False when it was not active.
         """
         record = self._records.get(key)
-        if record is None or record.phase is Phase.CLOSING:
+        if record is None:
+            return self.pushes.close(key, abort=abort)
+        if record.phase is Phase.CLOSING:
             return False
         self._scheduler.remove(key)
         self._release_claims(key)
@@ -136,7 +141,7 @@ class RingControl:
         self._fills.end(key)
 
     def plan(self, now_s: float) -> ring_pb2.RingStep:
-        """Return the next step: opens, one chunk if there is one to run, closes. An empty step is a tick."""
+        """Return the next step: opens, one chunk if there is one to run, pushes, closes. An empty step is a tick."""
         self._step_id += 1
         self._room_planned = self._room
         step = ring_pb2.RingStep(step_id=self._step_id)
@@ -150,6 +155,7 @@ class RingControl:
                 step.closes.append(key)
                 if record.aborted:
                     step.aborts.append(key)
+        self.pushes.plan(step)
         return step
 
     def applied(self, reports: Sequence[ring_pb2.RankReport]) -> list[Event]:
@@ -162,6 +168,9 @@ class RingControl:
             self._events += [HandoffFailed(key, reason) for key, reason in report.failed.items()]
             for key in report.drained:
                 self._drained(key, report.rank)
+            for key in self.pushes.drained(report.drained, report.rank):
+                self._room += 1
+                self._events.append(Gone(key))
         return self.take_events()
 
     def take_events(self) -> list[Event]:
@@ -188,7 +197,7 @@ class RingControl:
     @property
     def wants_step(self) -> bool:
         """The next step would do something; otherwise it may wait for a command, a report or a time limit."""
-        if self.has_chunk or (self._room != self._room_planned and self.queued_jobs):
+        if self.has_chunk or self.pushes.wants_step or (self._room != self._room_planned and self.queued_jobs):
             return True
         return any(r.phase is Phase.CLOSING and not r.close_sent for r in self._records.values())
 
@@ -219,7 +228,7 @@ class RingControl:
 
     def phase_of(self, key: str) -> Phase | None:
         record = self._records.get(key)
-        return None if record is None else record.phase
+        return self.pushes.phase_of(key) if record is None else record.phase
 
     def _admit(self, now_s: float) -> Iterable[ring_pb2.RingOpen]:
         opens: list[ring_pb2.RingOpen] = []
@@ -261,7 +270,7 @@ class RingControl:
             request=job.request,
             prompt_tokens=job.prompt_tokens,
             cached_tokens=cached_tokens,
-            cached_pages=_owned_runs(record.pages, Span(0, record.sent_pages)),
+            cached_pages=owned_runs(record.pages.pages, Span(0, record.sent_pages)),
             ticket=job.ticket,
             prompt_logprobs=job.sampling.prompt_logprobs,
         )
@@ -286,7 +295,7 @@ class RingControl:
             request_id=chunk.request_id,
             tokens=span_to_pb(chunk.tokens),
             packed_ids=pack_ids(record.job.prompt_T[chunk.tokens.start : chunk.tokens.end]),
-            new_pages=_owned_runs(record.pages, Span(known, record.sent_pages)),
+            new_pages=owned_runs(record.pages.pages, Span(known, record.sent_pages)),
             is_last=chunk.is_last,
             next_id=None if chunk.is_last else int(record.job.prompt_T[chunk.tokens.end]),
         )
@@ -329,16 +338,3 @@ class RingControl:
         for block in self._records[key].job.block_hashes:
             if self._computing.get(block) == key:
                 del self._computing[block]
-
-
-def _owned_runs(pages: RequestPages, prompt_pages: Span) -> list[ring_pb2.OwnedRun]:
-    """Return prompt pages [start, end) as runs of neighbours on one rank."""
-    runs: list[ring_pb2.OwnedRun] = []
-    for index in range(prompt_pages.start, prompt_pages.end):
-        rank, page = pages.pages[index]
-        last = runs[-1] if runs else None
-        if last is not None and last.rank == rank and last.first_page + last.num_pages == page:
-            last.num_pages += 1
-        else:
-            runs.append(ring_pb2.OwnedRun(prompt_page=index, rank=rank, first_page=page, num_pages=1))
-    return runs

@@ -18,7 +18,7 @@ from kvrelay.kv_transfer.pool_agent import local_pool
 from kvrelay.kv_transfer.writer_endpoint import WriterEndpoint
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.prefill_node.rank import Writer
-from kvrelay.proto.v1 import ring_pb2
+from kvrelay.proto.v1 import handoff_pb2
 
 log = logging.getLogger(__name__)
 
@@ -51,18 +51,18 @@ class WriterOpener:
         self._wake = wake
         self._runs: set[asyncio.Task[Outcome]] = set()
 
-    def __call__(self, opened: ring_pb2.RingOpen) -> Writer:
-        """Start to attach to the ticket's decode node; parts may be added at once."""
+    def __call__(self, ticket: handoff_pb2.Ticket) -> Writer:
+        """Start to attach to the ticket's node; parts may be added at once."""
         try:
             # The loop never waits for this thread, so this takes no longer than a turn of the loop.
-            return asyncio.run_coroutine_threadsafe(self._start(opened), self._loop).result()
+            return asyncio.run_coroutine_threadsafe(self._start(ticket), self._loop).result()
         except ServeError as err:
             return RefusedWriter(str(err))
 
-    async def _start(self, opened: ring_pb2.RingOpen) -> EndpointWriter:
-        tracing.request_id.set(opened.request.request_id)  # of this task, and of all that it starts
+    async def _start(self, ticket: handoff_pb2.Ticket) -> EndpointWriter:
+        tracing.request_id.set(ticket.request.request_id)  # of this task, and of all that it starts
         endpoint = WriterEndpoint(
-            ticket=opened.ticket,
+            ticket=ticket,
             writer=self._node,
             rank=self._rank,
             pool=self._pool,
@@ -71,7 +71,7 @@ class WriterOpener:
             limits=self._limits,
         )
         writer = EndpointWriter(endpoint, self._wake)
-        run = keep(endpoint.run(), name=f"hand-off {opened.request.request_id}")
+        run = keep(endpoint.run(), name=f"hand-off {ticket.request.request_id}")
         self._runs.add(run)
         run.add_done_callback(self._runs.discard)
         return writer

@@ -21,6 +21,7 @@ from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.group import RingGroup
 from kvrelay.prefill_node.jobs import Job
 from kvrelay.prefill_node.prompt_logprobs import join
+from kvrelay.prefill_node.pushes import Push
 from kvrelay.prefill_node.rank import RankWorker, StepResult
 from kvrelay.proto.v1 import ring_pb2
 
@@ -70,13 +71,14 @@ class Load:
     active_jobs: int = 0
     queued_jobs: int = 0
     closing_jobs: int = 0
+    pushes: int = 0
     queued_tokens: int = 0
     has_work: bool = False  # a step would make progress
 
     @property
     def is_empty(self) -> bool:
-        """No page is held for any request or its hand-off; pulls are not counted."""
-        return not (self.active_jobs or self.queued_jobs or self.closing_jobs)
+        """No page is held for any request or its hand-off, or for a push; pulls are not counted."""
+        return not (self.active_jobs or self.queued_jobs or self.closing_jobs or self.pushes)
 
 
 class Leader:
@@ -122,8 +124,12 @@ class Leader:
         """Queue a job; refusals arrive at the sink too."""
         self._commands.put(lambda: self._submit(job, sink))
 
+    def push(self, push: Push, sink: Sink) -> None:
+        """Have cached blocks written into another node's pages; the sink hears once how that ended: Done, or Failed."""
+        self._commands.put(lambda: self._push(push, sink))
+
     def cancel(self, key: str, reason: str) -> None:
-        """End a job; a chunk of it that is in work stops at its next layer. Unknown keys are ignored."""
+        """End a job or a push; a chunk of it that is in work stops at its next layer. Unknown keys are ignored."""
         self._cancelled.add(key)
         self._commands.put(lambda: self._cancel(key, reason))
 
@@ -246,6 +252,14 @@ class Leader:
         self._jobs[job.key] = job
         self._sinks[job.key] = sink
 
+    def _push(self, push: Push, sink: Sink) -> None:
+        try:
+            self._control.pushes.begin(push)
+        except ServeError as err:
+            sink(Failed(err))
+            return
+        self._sinks[push.key] = sink
+
     def _cancel(self, key: str, reason: str) -> None:
         if self._control.phase_of(key) is None:
             self._cancelled.discard(key)
@@ -288,7 +302,7 @@ class Leader:
         if self._control.wants_step or self._relay_pending or self._shut_down.is_set():
             self._tick_s = BUSY_TICK_S
             return 0
-        if self._control.closing_jobs or self._control.queued_jobs:
+        if self._control.closing_jobs or self._control.queued_jobs or self._control.pushes.num_closing:
             # What is awaited comes with a command, but for what the other ranks report: that needs a step.
             tick_s, self._tick_s = self._tick_s, min(2 * self._tick_s, IDLE_TICK_S)
             return tick_s
@@ -300,6 +314,7 @@ class Leader:
             active_jobs=self._control.active_jobs,
             queued_jobs=self._control.queued_jobs,
             closing_jobs=self._control.closing_jobs,
+            pushes=len(self._control.pushes),
             queued_tokens=self._control.queued_tokens(),
             has_work=computing or self._control.has_chunk,
         )

@@ -58,4 +58,4 @@ def source_of(request: prefill_pb2.PrefillRequest) -> PullFrom | None:
     source = request.pull_from
     if not source.endpoint:
         raise InvalidRequestError("pull_from has no endpoint")
-    return PullFrom(incarnation_from_pb(source.node), source.endpoint, source.tokens)
+    return PullFrom(incarnation_from_pb(source.node), source.endpoint, source.tokens, max(1, source.ring_size))

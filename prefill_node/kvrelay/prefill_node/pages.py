@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.errors import InvalidRequestError, StaleMessageError
 from kvrelay.core.shard import Span
 from kvrelay.kvcache.allocator import PageAccount, PageAllocator, pages_of
 from kvrelay.kvcache.prefix_cache import PrefixCache
@@ -81,6 +81,19 @@ class RingPages:
     def cached_blocks(self, hashes: Sequence[bytes]) -> int:
         """Return how many leading blocks are cached."""
         return len(self._cache.match(hashes))
+
+    def pin(self, hashes: Sequence[bytes]) -> tuple[RankPage, ...]:
+        """Hold the pages of cached blocks, for `release` to let go of; return them in token order.
+
+        Raises:
+            StaleMessageError: some block is not here any more.
+        """
+        found = self._cache.match(hashes)
+        if len(found) < len(hashes):
+            raise StaleMessageError(f"{len(found)} of {len(hashes)} blocks are here")
+        pages = tuple(page for block in found for page in block)
+        self.retain(pages)
+        return pages
 
     def refuse_impossible(self, prompt_tokens: int) -> None:
         """Raise when even an empty node could not hold the prompt.

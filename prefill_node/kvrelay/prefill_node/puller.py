@@ -27,7 +27,7 @@ from kvrelay.prefill_node.fills import Fill
 from kvrelay.prefill_node.jobs import Job
 from kvrelay.proto.convert import epoch_from_pb
 from kvrelay.proto.server import connect
-from kvrelay.proto.v1 import decode_pb2, decode_pb2_grpc
+from kvrelay.proto.v1 import blocks_pb2, blocks_pb2_grpc
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,6 +41,7 @@ class PullFrom:
     node: Incarnation
     endpoint: str
     tokens: int
+    ring_size: int = 1
 
 
 @dataclass(slots=True)
@@ -134,7 +135,7 @@ class Puller:
             ticket = self._hub.reserve(
                 request,
                 writer=source.node,
-                ring_size=1,
+                ring_size=source.ring_size,
                 runs=runs_of(fill.pages),
                 resident_tokens=fill.cached_tokens,
                 prompt_tokens=num_tokens,
@@ -146,7 +147,7 @@ class Puller:
             raise
         epoch, wait = epoch_from_pb(ticket.epoch), _Wait(key, asyncio.get_running_loop().create_future())
         self._waits[epoch] = wait
-        push = asyncio.create_task(self._push(source, decode_pb2.PushRequest(ticket=ticket, block_hashes=hashes)))
+        push = asyncio.create_task(self._push(source, blocks_pb2.PushRequest(ticket=ticket, block_hashes=hashes)))
         self._pushes.add(push)
         push.add_done_callback(self._pushed)
         try:
@@ -168,10 +169,10 @@ class Puller:
                 self._on_step(lambda control: control.give_up_fill(key))
         return num_tokens - fill.cached_tokens
 
-    async def _push(self, source: PullFrom, request: decode_pb2.PushRequest) -> None:
+    async def _push(self, source: PullFrom, request: blocks_pb2.PushRequest) -> None:
         limits = self._limits
         async with connect(source.endpoint, max_message_bytes=limits.max_message_bytes, tls=limits.tls) as channel:
-            await decode_pb2_grpc.DecodeNodeStub(channel).Push(request, timeout=self._timeout_s)
+            await blocks_pb2_grpc.BlockSourceStub(channel).Push(request, timeout=self._timeout_s)
 
     def _pushed(self, push: asyncio.Task[None]) -> None:
         self._pushes.discard(push)

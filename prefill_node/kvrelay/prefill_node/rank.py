@@ -27,7 +27,7 @@ from kvrelay.prefill_node.relay import PartWriter, Relay
 from kvrelay.prefill_node.ring import Ring
 from kvrelay.prefill_node.ring_plan import PageTable
 from kvrelay.proto.convert import prompt_logprobs_to_pb, span_from_pb, unpack_ids
-from kvrelay.proto.v1 import ring_pb2
+from kvrelay.proto.v1 import handoff_pb2, ring_pb2
 
 TRANSFER_STUCK = "transfer_stuck_s_max"  # a counter of every rank: see TransferThread.stuck_s
 
@@ -75,6 +75,7 @@ class _Request:
     cached_tokens: int
     table: PageTable
     wants_logprobs: bool = False
+    is_push: bool = False  # of cached blocks, to another prefill node
     writer: Writer | None = None
     relay: Relay | None = None
     failure_told: bool = False
@@ -91,7 +92,7 @@ class RankWorker:
         pool: LatentPool,
         ring: Ring,
         *,
-        open_writer: Callable[[ring_pb2.RingOpen], Writer],
+        open_writer: Callable[[handoff_pb2.Ticket], Writer],
         planner: ChunkPlanner,
         counters: Counters,
         more_counters: Sequence[Counters] = (),
@@ -123,6 +124,8 @@ class RankWorker:
         """Do one step. `should_stop` is asked once per layer, and heeded on rank 0 only."""
         for opened in step.opens:
             self._open(opened)
+        for push in step.pushes:
+            self._open_push(push)
         ran = _Ran()
         if step.HasField("chunk"):
             ran = self._run_chunk(step.step_id, step.chunk, should_stop)
@@ -160,16 +163,30 @@ class RankWorker:
         key = job_key(opened.request)
         request = _Request(key, opened.prompt_tokens, opened.cached_tokens, table, opened.prompt_logprobs)
         if opened.HasField("ticket"):
-            request.writer = self._open_writer(opened)
-            request.relay = Relay(
-                request.writer,
-                table,
-                rank=self._ring.rank,
-                resident_tokens=opened.ticket.resident_tokens,
-                num_layers=self._pool.layout.num_layers,
-            )
-            request.relay.queue_cached(opened.cached_tokens)
+            self._relay(request, opened.ticket).queue_cached(opened.cached_tokens)
         self._requests[key] = request
+
+    def _open_push(self, push: ring_pb2.RingPush) -> None:
+        ticket = push.ticket
+        table = PageTable(prompt_tokens=ticket.prompt_tokens, page_tokens=self._pool.layout.page_tokens)
+        _fill(table, push.pages)
+        request = _Request(push.key, ticket.prompt_tokens, ticket.prompt_tokens, table, is_push=True)
+        relay = self._relay(request, ticket)
+        relay.queue_cached(ticket.prompt_tokens)
+        with self._relaying():
+            relay.seal(first_token=None, cached_tokens=0)
+        self._requests[push.key] = request
+
+    def _relay(self, request: _Request, ticket: handoff_pb2.Ticket) -> Relay:
+        request.writer = self._open_writer(ticket)
+        request.relay = Relay(
+            request.writer,
+            request.table,
+            rank=self._ring.rank,
+            resident_tokens=ticket.resident_tokens,
+            num_layers=self._pool.layout.num_layers,
+        )
+        return request.relay
 
     def _run_chunk(self, step_id: int, chunk: ring_pb2.RingChunk, should_stop: Callable[[], bool]) -> _Ran:
         """Compute one chunk; the logits after the prompt's last token come from rank 0."""
@@ -236,10 +253,19 @@ class RankWorker:
                 with self._relaying(wait=bool(plan.late)):
                     relay.rows_final(index, plan.late)
                     relay.pump()
+            self._pump_pushes()
             if has_rows:
                 hidden_TD = layer.finish(hidden_TD, attended.out_TNV.to(hidden_TD.dtype))
             self._counters.add("layers")
         return hidden_TD
+
+    def _pump_pushes(self) -> None:
+        """Send a portion of each push: another node waits for them, and a chunk may take seconds."""
+        pending = [one.relay for one in self._requests.values() if one.is_push and one.relay and one.relay.pending]
+        if pending:
+            with self._relaying():
+                for relay in pending:
+                    relay.pump()
 
     @contextmanager
     def _relaying(self, *, wait: bool = True) -> Iterator[None]:

@@ -20,6 +20,7 @@ from kvrelay.core.types import Counters, Incarnation, LinkState, Role
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.link_records import links_by_peer
 from kvrelay.kv_transfer.pool_agent import PoolAgent
+from kvrelay.kv_transfer.push_servicer import PushServicer
 from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.group import RingGroup
@@ -32,6 +33,7 @@ from kvrelay.prefill_node.published_cost import add_measured
 from kvrelay.prefill_node.pulls import Pulls
 from kvrelay.prefill_node.rank import TRANSFER_STUCK
 from kvrelay.prefill_node.registration import LeaseThread
+from kvrelay.prefill_node.ring_pusher import RingPusher
 from kvrelay.prefill_node.servicer import NodeFacts, PrefillServicer
 from kvrelay.prefill_node.settings import PrefillSettings
 from kvrelay.prefill_node.step_thread import start_step_thread
@@ -41,7 +43,7 @@ from kvrelay.proto.node_metrics import NodeMetrics
 from kvrelay.proto.server import Server, node_security
 from kvrelay.proto.server import serve as serve_grpc
 from kvrelay.proto.tls import Tls
-from kvrelay.proto.v1 import fleet_pb2, prefill_pb2, prefill_pb2_grpc
+from kvrelay.proto.v1 import blocks_pb2, blocks_pb2_grpc, fleet_pb2, prefill_pb2, prefill_pb2_grpc
 
 _DRAIN_CHECK_S = 0.05
 _REGISTER_WAIT_S = 2.0
@@ -78,11 +80,16 @@ class PrefillServer:
         self._pulls: Pulls | None = None
         if ring.group is None and settings.pull_timeout_s:
             self._pulls = Pulls(settings, loaded, ring.node, ring.agent, on_step=self._leader.call)
+        self._pusher = RingPusher(self._leader)
         self._servicer = PrefillServicer(
             _facts(settings, loaded, ring),
             self._leader,
             self._leases,
-            counters=(self._published.counters, *(self._pulls.counters if self._pulls else ())),
+            counters=(
+                self._published.counters,
+                self._pusher.counters,
+                *(self._pulls.counters if self._pulls else ()),
+            ),
             on_drain=asked.ask,
             puller=self._pulls.puller if self._pulls else None,
         )
@@ -130,7 +137,10 @@ class PrefillServer:
         self._server = await serve_grpc(
             listen=settings.listen,
             add_services=self._add_services,
-            services=[prefill_pb2.DESCRIPTOR.services_by_name["PrefillNode"]],
+            services=[
+                prefill_pb2.DESCRIPTOR.services_by_name["PrefillNode"],
+                blocks_pb2.DESCRIPTOR.services_by_name["BlockSource"],
+            ],
             max_message_bytes=settings.max_message_bytes,
             **node_security(self._tls, lambda reason: self._published.counters.add(f"calls_refused_{reason}_total")),
         )
@@ -149,6 +159,14 @@ class PrefillServer:
 
     def _add_services(self, server: aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillNodeServicer_to_server(self._servicer, server)
+        pushes = PushServicer(
+            self._pusher.push,
+            node=self._ring.node,
+            ring_size=len(self._ring.pages_per_rank),
+            layout=self._loaded.pool.layout,
+            max_push_s=self._settings.max_request_s,
+        )
+        blocks_pb2_grpc.add_BlockSourceServicer_to_server(pushes, server)
         if self._pulls is not None:
             self._pulls.serve_on(server)
 
@@ -173,11 +191,12 @@ class PrefillServer:
             await asyncio.sleep(_DRAIN_CHECK_S)
 
     async def _jobs(self) -> int:
-        """Return how many jobs the step thread has, those included that only wait for their hand-off."""
+        """Return how many jobs and pushes the step thread has, those included that only wait for their hand-off."""
         count: asyncio.Future[int] = self._loop.create_future()
 
         def on_step(control: RingControl) -> None:
-            self._loop.call_soon_threadsafe(count.set_result, control.active_jobs + control.closing_jobs)
+            jobs = control.active_jobs + control.closing_jobs + len(control.pushes)
+            self._loop.call_soon_threadsafe(count.set_result, jobs)
 
         self._leader.call(on_step)
         return await count
@@ -238,6 +257,7 @@ class PrefillServer:
             active_requests=load.active_jobs,
             queued_tokens=load.queued_tokens,
             pulls=self._pulls is not None,
+            chunk_tokens=settings.chunk_tokens_on(self._loaded.device.type),
         )
         add_measured(
             record,

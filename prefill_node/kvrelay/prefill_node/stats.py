@@ -25,6 +25,7 @@ def node_stats(
         node_counters: of the parts that belong to no rank.
     """
     account, phases = control.account(), control.phases()
+    pushing = {"pushing": len(control.pushes)} if len(control.pushes) else {}
     active = sum(number for phase, number in phases.items() if phase is not Phase.CLOSING)
     return common_pb2.NodeStats(
         node=incarnation_to_pb(incarnation),
@@ -33,7 +34,7 @@ def node_stats(
         cached_pages=account.cached,
         pinned_pages=account.pinned,
         quarantined_pages=account.quarantined,
-        sessions={phase.value: number for phase, number in phases.items()},
+        sessions={phase.value: number for phase, number in phases.items()} | pushing,
         active_requests=active,
         queued_requests=phases[Phase.QUEUED],
         draining=draining,

@@ -239,4 +239,6 @@ def _pull_to_pb(source: PullFrom | None) -> prefill_pb2.PullFrom | None:
     if source is None:
         return None
     node = convert.incarnation_to_pb(source.node.incarnation)
-    return prefill_pb2.PullFrom(node=node, endpoint=source.node.endpoint, tokens=source.tokens)
+    return prefill_pb2.PullFrom(
+        node=node, endpoint=source.node.endpoint, tokens=source.tokens, ring_size=source.node.ring_size
+    )

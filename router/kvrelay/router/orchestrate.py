@@ -233,7 +233,9 @@ class Run:
         if kind == "started":
             merge.prefilled_tokens = message.started.cached_tokens
             self.pulled_tokens = message.started.pulled_tokens
-            if self.placed is not None and self.placed.pull_from is not None and not self.pulled_tokens:
+            source = None if self.placed is None else self.placed.pull_from
+            # What was there already, or what another request brought, was not asked of the source.
+            if self.placed and source and not self.pulled_tokens and message.started.cached_tokens < source.tokens:
                 self.placed.not_pulled()
             if not self._sent:
                 self._cached_tokens = message.started.cached_tokens

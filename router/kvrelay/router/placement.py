@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvrelay.core.errors import InvalidRequestError, UnavailableError
 from kvrelay.core.types import Role
+from kvrelay.router.fetch import Pull, best_pull, late_pull, sources_of
 from kvrelay.router.score import (
     NO_LOAD,
     Load,
-    Pull,
     Question,
     Score,
-    best_pull,
     decode_score,
     local_score,
     prefill_score,
@@ -56,6 +55,9 @@ class Pair:
     local: Score | None = field(default=None, compare=False)  # set: the decode node computes what is missing itself
     way: str = field(default="", compare=False)  # how the prompt gets to the decode node, and why so
     pull: Pull | None = field(default=None, compare=False)  # set: prefill fetches so much instead of computing it
+    late_pull: Pull | None = field(
+        default=None, compare=False
+    )  # set: it does if it has not yet what is on its way there
 
     def backlog_s(self) -> float:
         """Return the predicted time of all work ahead."""
@@ -109,10 +111,11 @@ def place(nodes: Sequence[NodeView], question: Question, *, holders: Sequence[No
         if node.incarnation.name not in refused:
             both = groups.setdefault(node.layout_fingerprint, ([], []))
             both[node.role is Role.DECODE].append(node)
+    sources = sources_of(nodes if holders is None else holders, question)
     scores: list[Score] = []
     choices: list[tuple[Score, Score | None]] = []
-    for prefills, decodes in groups.values():
-        of_prefill = _prefill_scores(prefills, question)
+    for layout, (prefills, decodes) in groups.items():
+        of_prefill = _prefill_scores(prefills, question, sources.get(layout, ()))
         of_decode = [decode_score(node, question) for node in decodes] if question.needs_decode else []
         scores += [*of_prefill, *of_decode]
         if of_prefill and (of_decode or not question.needs_decode):
@@ -122,22 +125,38 @@ def place(nodes: Sequence[NodeView], question: Question, *, holders: Sequence[No
     prefill, decode = min(choices, key=lambda both: _order(both[0], both[1], question))
     node = prefill.node
     if decode is None:
-        return Pair(node, None, question.remaining(node), refused, work_s(node, question), tuple(scores))
+        pair = Pair(node, None, question.remaining(node), refused, work_s(node, question), tuple(scores))
+        return _fetched(pair, prefill.pull, late_pull(node, question, sources.get(node.layout_fingerprint, ())))
     handed_s = prefill.total_s + decode.total_s + _link_s(node, decode.node, question)
     local, why = _best_local(groups, question, choices, decode, handed_s)
     if local is not None:
         backup, tokens, compute = _of_layout(choices, local.node), local.local_tokens, local.parts["compute_s"]
         return Pair(backup, local.node, tokens, refused, compute, tuple(scores), local, why)
     remaining, work = question.remaining(node), work_s(node, question)
-    pull = best_pull(node, question, nodes if holders is None else holders)
+    pair = Pair(node, decode.node, remaining, refused, work, tuple(scores), way=why)
+    return _fetched(pair, prefill.pull, late_pull(node, question, sources.get(node.layout_fingerprint, ())))
+
+
+def _fetched(pair: Pair, pull: Pull | None, late: Pull | None) -> Pair:
+    """Return a pair whose prefill node fetches something, if that pays; either way it says why.
+
+    Args:
+        late: see `fetch.late_pull`.
+    """
     if pull is None:
-        return Pair(node, decode.node, remaining, refused, work, tuple(scores), way=why)
-    why += (
-        f"; pull from {pull.source.incarnation.name} {pull.tokens} tokens in {pull.transfer_s:.3g} s, computing them"
-        f" {pull.saved_s:.3g} s"
+        return replace(pair, late_pull=late)
+    source, saved = pull.source.incarnation.name, f"{pull.saved_s:.3g} s"
+    if not pull.pays:
+        said = f"fetching {pull.tokens} tokens from {source} would take {pull.transfer_s:.3g} s, computing them {saved}"
+        return replace(pair, way="; ".join(filter(None, (pair.way, said))))
+    said = f"pull from {source} {pull.tokens} tokens in {pull.transfer_s:.3g} s, computing them {saved}"
+    return replace(
+        pair,
+        way="; ".join(filter(None, (pair.way, said))),
+        pull=pull,
+        remaining_tokens=pair.remaining_tokens - pull.tokens,
+        work_s=pair.work_s + pull.transfer_s - pull.saved_s,
     )
-    work += pull.transfer_s - pull.saved_s
-    return Pair(node, decode.node, remaining - pull.tokens, refused, work, tuple(scores), way=why, pull=pull)
 
 
 def _best_local(
@@ -176,9 +195,11 @@ def _of_layout(choices: Sequence[tuple[Score, Score | None]], node: NodeView) ->
     return next(one.node for one, _ in choices if one.node.layout_fingerprint == node.layout_fingerprint)
 
 
-def _prefill_scores(nodes: Sequence[NodeView], question: Question) -> list[Score]:
+def _prefill_scores(nodes: Sequence[NodeView], question: Question, sources: Sequence[NodeView]) -> list[Score]:
     least_s = min((question.load(node).recent_s for node in nodes), default=0.0)
-    return [prefill_score(node, question, least_recent_s=least_s) for node in nodes]
+    return [
+        prefill_score(node, question, least_recent_s=least_s, pull=best_pull(node, question, sources)) for node in nodes
+    ]
 
 
 def _best(prefills: list[Score], decodes: list[Score], question: Question) -> tuple[Score, Score | None]:

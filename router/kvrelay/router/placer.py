@@ -18,6 +18,7 @@ from kvrelay.index.reader import Confidence, Match
 from kvrelay.router.admission import Prospect, Terms, judge
 from kvrelay.router.books import Books, Entry, Share
 from kvrelay.router.decisions import Decision, DecisionLog, explained
+from kvrelay.router.fetch import Pull
 from kvrelay.router.fleet import FleetView, NodeView
 from kvrelay.router.learned import Learned
 from kvrelay.router.load_columns import LoadColumns
@@ -145,7 +146,7 @@ class IndexPlacer:
         return _explained(work, await self._choose(work))
 
     async def _choose(self, work: _Work) -> _Choice:
-        cached, confidence = await self._cached(work.hashes)
+        held, cached, confidence = await self._cached(work.hashes)
         loads, others = self._books.loads(), self._others()
         question = Question(
             prompt_tokens=work.prompt_tokens,
@@ -153,6 +154,7 @@ class IndexPlacer:
             needs_decode=work.needs_decode,
             long_prompt_tokens=self._long_prompt_tokens,
             cached_tokens=cached,
+            held_tokens=held,
             loads=together(loads, others),
             avoid=work.avoid,
             no_pull=self._no_pull(),
@@ -177,6 +179,7 @@ class IndexPlacer:
         hashes = work.hashes[pair.prefill.layout_fingerprint]
         entry = self._books.enter(pair, decode_pages=decode_pages, hashes=hashes, on_computed=on_computed)
         self._on_placed()
+        pull = pair.pull or pair.late_pull
         placed = Placed(
             pair.prefill,
             pair.decode,
@@ -184,15 +187,15 @@ class IndexPlacer:
             choice.confidence,
             lambda: self._release(entry),
             is_local=pair.local is not None,
-            pull_from=None if pair.pull is None else PullFrom(pair.pull.source, pair.pull.upto),
+            pull_from=None if pull is None else PullFrom(pull.source, pull.upto),
             handed_over=lambda: self._books.replan(entry, _all_by_prefill(choice, decode_pages)),
-            not_pulled=lambda: self._not_pulled(entry, choice, decode_pages),
+            not_pulled=lambda: self._not_pulled(entry, choice, decode_pages, pull),
         )
         return self._given_out(placed, entry, _explained(work, choice))
 
-    def _not_pulled(self, entry: Entry, choice: _Choice, decode_pages: int) -> None:
-        assert choice.pair.pull is not None
-        self._no_pull_until_s[choice.pair.pull.source.incarnation] = self._clock() + NO_PULL_S
+    def _not_pulled(self, entry: Entry, choice: _Choice, decode_pages: int, pull: Pull | None) -> None:
+        assert pull is not None
+        self._no_pull_until_s[pull.source.incarnation] = self._clock() + NO_PULL_S
         self._books.replan(entry, _all_by_prefill(choice, decode_pages))
 
     def _no_pull(self) -> frozenset[Incarnation]:
@@ -254,8 +257,11 @@ class IndexPlacer:
             entry.release()
             del self._entries[entry.key], self._decided[entry.key]
 
-    async def _cached(self, hashes: Mapping[bytes, list[bytes]]) -> tuple[dict[Incarnation, int], Confidence]:
-        """Return cached tokens by node, and how sure they are."""
+    async def _cached(
+        self, hashes: Mapping[bytes, list[bytes]]
+    ) -> tuple[dict[Incarnation, int], dict[Incarnation, int], Confidence]:
+        """Return the tokens that each node has, those that it has or will have, and how sure they are."""
+        held: dict[Incarnation, int] = {}
         cached: dict[Incarnation, int] = {}
         confidence = Confidence.EXACT
         for layout, of_prompt in hashes.items():
@@ -263,11 +269,12 @@ class IndexPlacer:
             block_tokens = self._present().block_tokens.get(layout, {})
             confidence = max(confidence, _judged(match, block_tokens.keys()), key=_SURENESS.index)
             blocks = {one.node: one.num_blocks for one in match.holdings if one.num_blocks}
+            held |= {one: count * block_tokens[one] for one, count in blocks.items() if one in block_tokens}
             for holder, count in self._books.tentative_blocks(of_prompt):
                 if count > blocks.get(holder, 0):
                     blocks[holder] = count
             cached |= {one: count * block_tokens[one] for one, count in blocks.items() if one in block_tokens}
-        return cached, confidence
+        return held, cached, confidence
 
 
 def _all_by_prefill(choice: _Choice, decode_pages: int) -> tuple[Share, ...]:

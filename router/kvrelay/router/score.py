@@ -1,6 +1,6 @@
 """What a request costs on each node, in seconds, in parts that can be read. Pure.
 
-    prefill   wait for the work ahead + compute what is not cached + evenness
+    prefill   wait for the work ahead + fetch what another node has + compute what is left + evenness
     decode    relay what is not resident + room + the steps of its answer
     local     a decode node computes the little that it lacks itself, between the steps of the others, who wait
 
@@ -10,7 +10,7 @@ waiting (CROWDING), and a node that has worked more than its share lately has le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,9 @@ from kvrelay.core.types import Incarnation, Role
 from kvrelay.router.cost import between_tokens_s, compute_s, relay_s
 
 if TYPE_CHECKING:
+    from kvrelay.router.fetch import Pull
     from kvrelay.router.fleet import NodeView
 
-PULL_START_S = 0.01  # of a pull, whatever its size: calls and checks between two processes
 CROWDING = 1.0  # seconds that others wait, per second of compute
 EVICTION = 4.0  # seconds, per second of compute on a node that must throw out as many blocks as it computes
 EVENNESS = 0.02  # seconds, per second of recent work more than the node with the least
@@ -51,6 +51,7 @@ class Question:
     long_prompt_tokens: int  # from where a ring pays, for nodes that do not say
     cached_tokens: Mapping[Incarnation, int] = field(default_factory=dict)  # of the prompt, per node that has any
     loads: Mapping[Incarnation, Load] = field(default_factory=dict)
+    held_tokens: Mapping[Incarnation, int] | None = None  # of these, not only on their way; None = all
     avoid: frozenset[Incarnation] = frozenset()
     no_pull: frozenset[Incarnation] = frozenset()  # nodes that lately gave nothing of what they were said to have
     usual_link_s: float = 0.0  # per relayed token, between nodes that have not met; 0 = no link was measured yet
@@ -59,6 +60,11 @@ class Question:
         """Return the prompt tokens that a node need not compute or get: whole pages, never the last token."""
         usable = min(self.cached_tokens.get(node.incarnation, 0), self.prompt_tokens - 1)
         return usable // node.page_tokens * node.page_tokens
+
+    def held(self, node: NodeView) -> int:
+        """Return the prompt tokens that a node has now, and could hand out."""
+        held = self.cached_tokens if self.held_tokens is None else self.held_tokens
+        return held.get(node.incarnation, 0)
 
     def remaining(self, node: NodeView) -> int:
         return self.prompt_tokens - self.usable(node)
@@ -91,48 +97,12 @@ class Score:
     backlog_s: float = 0.0  # all work ahead on a prefill node, also that of longer requests
     step_s: float = 0.0  # between tokens with the request
     local_tokens: int = 0  # of the prompt, that a decode node computes itself
+    pull: Pull | None = None  # what a prefill node had best fetch, whether it pays or not
 
     @property
     def order(self) -> tuple[bool, float, int, str]:
         """Sorts best first. Scores closer than a microsecond are equal; then the larger ring, then the name."""
         return self.must_evict, round(self.total_s, 6), -self.node.ring_size, self.node.incarnation.name
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """Tokens of a prompt that a prefill node fetches instead of computing them."""
-
-    source: NodeView
-    upto: int  # the source has the prompt's first so many tokens
-    tokens: int  # of these, the prefill node lacks
-    transfer_s: float
-    saved_s: float  # of computation
-
-
-def best_pull(prefill: NodeView, question: Question, nodes: Iterable[NodeView]) -> Pull | None:
-    """Return what a prefill node should fetch of a prompt, and from where; None when computing costs no more.
-
-    Args:
-        nodes: that may have it; prefill nodes hand nothing out, and one that failed this request is not asked.
-    """
-    best: Pull | None = None
-    have, last_block = question.usable(prefill), (question.prompt_tokens - 1) // prefill.block_tokens
-    all_s = work_s(prefill, question)
-    saved_s: dict[int, float] = {}  # by what a source has: of many, most have the same
-    for node in nodes if prefill.pulls else ():
-        upto = min(question.cached_tokens.get(node.incarnation, 0), last_block * prefill.block_tokens)
-        same = node.layout_fingerprint == prefill.layout_fingerprint
-        refused = node.incarnation in question.avoid or node.incarnation in question.no_pull
-        if upto <= have or node.role is not Role.DECODE or not same or refused:
-            continue
-        token_s = question.link_s(node, prefill) or node.cost.relay_token_s
-        transfer = PULL_START_S + (upto - have) * token_s
-        if upto not in saved_s:
-            saved_s[upto] = all_s - work_s(prefill, question, cached=upto)
-        saved = saved_s[upto]
-        if transfer < saved and (best is None or saved - transfer > best.saved_s - best.transfer_s):
-            best = Pull(node, upto, upto - have, transfer, saved)
-    return best
 
 
 def work_s(node: NodeView, question: Question, *, cached: int | None = None) -> float:
@@ -170,16 +140,25 @@ def backlog_s(node: NodeView, question: Question) -> float:
     return max(sum(load.works_s), queued_s)
 
 
-def prefill_score(node: NodeView, question: Question, *, least_recent_s: float = 0.0) -> Score:
-    compute = work_s(node, question)
+def prefill_score(
+    node: NodeView, question: Question, *, least_recent_s: float = 0.0, pull: Pull | None = None
+) -> Score:
+    """Return the cost of a prompt on a prefill node; `pull`: what it had best fetch, counted when that pays."""
+    alone = compute = work_s(node, question)
+    fetch: dict[str, float] = {}
+    if pull is not None and pull.pays:
+        compute -= pull.saved_s
+        fetch = {"fetch_s": pull.transfer_s}
     parts = {
         "wait_s": wait_s(node, question, compute),
+        **fetch,
         "compute_s": compute,
         "crowding_s": CROWDING * compute,
-        "eviction_s": EVICTION * compute if node.free_pages < question.pages(node) else 0.0,
+        # What is fetched takes as much room as what is computed.
+        "eviction_s": EVICTION * alone if node.free_pages < question.pages(node) else 0.0,
         "evenness_s": EVENNESS * (question.load(node).recent_s - least_recent_s),
     }
-    return Score(node, parts, sum(parts.values()), backlog_s=backlog_s(node, question))
+    return Score(node, parts, sum(parts.values()), backlog_s=backlog_s(node, question), pull=pull)
 
 
 def decode_score(node: NodeView, question: Question) -> Score:

@@ -6,7 +6,7 @@ for `place` to look at. A test compares the choice with that among all nodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.core.types import Incarnation, Role
+from kvrelay.router.fetch import sources_of
+from kvrelay.router.fetch_columns import FetchColumns
 from kvrelay.router.load_columns import LoadColumns
 from kvrelay.router.placement import Pair, place, refusal
 from kvrelay.router.score import CROWDING, EVENNESS, EVICTION, Question
@@ -78,20 +80,21 @@ class Roster:
             return place(self.nodes, question)
         if self._columns is None:
             self._columns = _Columns(self.nodes)
-        cached = self._cached(question)
-        few, refused = self._columns.shortlist(question, cached, loads)
+        cached = self._by_row(question.cached_tokens)
+        held = cached if question.held_tokens is None else self._by_row(question.held_tokens)
+        holders = [self.nodes[row] for row in self._columns.fetches.sources(question, held)]
+        few, refused = self._columns.shortlist(question, cached, loads, sources_of(holders, question))
         if not few:
             return place(self.nodes, question)  # it says why nothing is left
-        holders = [self.nodes[row] for row in np.flatnonzero(cached)]
         pair = place([self.nodes[row] for row in few], question, holders=holders)
         return replace(pair, refused={**self._reasons(refused, question), **pair.refused})
 
-    def _cached(self, question: Question) -> Ints:
-        cached = np.zeros(len(self.nodes) + 1, np.int64)  # the last one is of nodes that are not here
+    def _by_row(self, tokens: Mapping[Incarnation, int]) -> Ints:
+        by_row = np.zeros(len(self.nodes) + 1, np.int64)  # the last one is of nodes that are not here
         gone = len(self.nodes)
-        rows = [gone if row is None else row for row in map(self.row.get, question.cached_tokens)]
-        cached[rows] = list(question.cached_tokens.values())
-        return cached[:gone]
+        rows = [gone if row is None else row for row in map(self.row.get, tokens)]
+        by_row[rows] = list(tokens.values())
+        return by_row[:gone]
 
     def _reasons(self, rows: Iterable[int], question: Question) -> dict[str, str]:
         nodes = [self.nodes[row] for row in rows]
@@ -103,6 +106,7 @@ class _Columns:
         self._nodes = [node.incarnation for node in nodes]
         self._ints = {name: np.array([getattr(node, name) for node in nodes], np.int64) for name in _INTS}
         self._cost = {name: np.array([getattr(node.cost, name) for node in nodes], float) for name in _COSTS}
+        self.fetches = FetchColumns(nodes)
         self._draining = np.array([node.draining for node in nodes])
         self._is_measured_local = np.array([node.cost.is_measured_local for node in nodes])
         self._is_prefill = np.array([node.role is Role.PREFILL for node in nodes])
@@ -125,7 +129,13 @@ class _Columns:
         self._draining[row] = node.draining
         self._is_measured_local[row] = node.cost.is_measured_local
 
-    def shortlist(self, question: Question, cached: Ints, loads: Sequence[LoadColumns]) -> tuple[list[int], list[int]]:
+    def shortlist(
+        self,
+        question: Question,
+        cached: Ints,
+        loads: Sequence[LoadColumns],
+        sources: Mapping[bytes, Sequence[NodeView]],
+    ) -> tuple[list[int], list[int]]:
         """Return (rows that may be chosen, rows that cannot take the request)."""
         ints = self._ints
         usable = np.minimum(cached, question.prompt_tokens - 1) // ints["page_tokens"] * ints["page_tokens"]
@@ -136,9 +146,13 @@ class _Columns:
             takes[row] &= node not in question.avoid
         slots = [self._slots_of(one) for one in loads]
         recent_s = self._sum([one.recent_s()[at] for one, at in zip(loads, slots, strict=True)])
-        compute_s = self._compute_s(question, usable)
+        alone_s = self._compute_s(question, usable)
+        fetch_s, saved_s = self.fetches.best(
+            question, usable, alone_s, sources, lambda behind: self._compute_s(question, behind)
+        )
+        compute_s = alone_s - saved_s
         ahead_s, works_s = self._works(compute_s, loads, slots)
-        prefill_s = self._prefill_s(compute_s, ahead_s, works_s, pages, loads, slots)
+        prefill_s = fetch_s + self._prefill_s(compute_s, alone_s, ahead_s, works_s, pages, loads, slots)
         decode_s, steps_s, must_evict = self._decode_s(question, usable, pages, loads, slots)
         few: set[int] = set()
         for group in self._groups:
@@ -210,18 +224,24 @@ class _Columns:
     def _prefill_s(
         self,
         compute: Floats,
+        alone: Floats,
         ahead: Floats,
         ours: Floats,
         pages: Ints,
         loads: Sequence[LoadColumns],
         slots: Sequence[Ints],
     ) -> Floats:
-        """Return the sum of a prefill score's parts without evenness, for all rows; `ahead`, `ours`: see `_works`."""
+        """Return the sum of a prefill score's parts without fetch and evenness, for all rows.
+
+        Args:
+            compute, alone: time of what a node computes, and of what it would without fetching.
+            ahead, ours: see `_works`.
+        """
         ints = self._ints
         placed = self._sum([one.tokens[at] for one, at in zip(loads, slots, strict=True)])
         queued_s = np.maximum(ints["queued_tokens"], placed) * self._cost["token_s"] / ints["ring_size"]
         wait = ahead + np.maximum(0.0, queued_s - ours)
-        eviction = np.where(ints["free_pages"] < pages, EVICTION * compute, 0.0)
+        eviction = np.where(ints["free_pages"] < pages, EVICTION * alone, 0.0)
         total_s: Floats = wait + compute + CROWDING * compute + eviction
         return total_s
 

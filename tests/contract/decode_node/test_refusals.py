@@ -20,7 +20,7 @@ from kvrelay.core import prefix_hash
 from kvrelay.core.types import Incarnation
 from kvrelay.model.transformer import Model
 from kvrelay.proto import convert
-from kvrelay.proto.v1 import common_pb2, decode_pb2, handoff_pb2
+from kvrelay.proto.v1 import blocks_pb2, common_pb2, handoff_pb2
 from oracle_data import recording
 
 
@@ -47,7 +47,7 @@ async def test_a_request_id_that_a_log_would_have_to_carry_is_bounded(lab: Lab) 
     ticket = handoff_pb2.Ticket(request=ref)
     for call in (
         lab.stub.Reserve(lab.request([1, 2], GREEDY, request=ref)),
-        lab.stub.Push(decode_pb2.PushRequest(ticket=ticket)),
+        lab.blocks.Push(blocks_pb2.PushRequest(ticket=ticket)),
         lab.stub.Abort(common_pb2.AbortRequest(request=ref)),
     ):
         err = await refused(call)
@@ -57,7 +57,7 @@ async def test_a_request_id_that_a_log_would_have_to_carry_is_bounded(lab: Lab) 
 async def test_a_push_holds_blocks_no_longer_than_a_request_may_take(model: Model, index_url: str) -> None:
     async with running(model, index_url, max_request_s=60.0) as lab:
         ticket = handoff_pb2.Ticket(request=common_pb2.RequestRef(request_id="r", attempt=1), timeout_ms=61_000)
-        err = await refused(lab.stub.Push(decode_pb2.PushRequest(ticket=ticket)))
+        err = await refused(lab.blocks.Push(blocks_pb2.PushRequest(ticket=ticket)))
         assert err.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "61 s; at most 60" in str(err.details())
 
@@ -70,11 +70,11 @@ async def test_more_pushes_than_requests_are_refused(model: Model, index_url: st
         ticket = await lab.reserve(prompt[:BLOCK_TOKENS], GREEDY, writer=ourselves)
         ticket.decode_endpoint = nowhere
         blocks = prefix_hash.chain(lab.seed, np.asarray(prompt[:BLOCK_TOKENS], np.int32), block_tokens=BLOCK_TOKENS)
-        push = decode_pb2.PushRequest(ticket=ticket, block_hashes=blocks)
-        running_ones = [lab.stub.Push(push) for _ in range(2)]
+        push = blocks_pb2.PushRequest(ticket=ticket, block_hashes=blocks)
+        running_ones = [lab.blocks.Push(push) for _ in range(2)]
         await until(lambda: lab.server._pusher.num_active == 2)
 
-        err = await refused(lab.stub.Push(push))
+        err = await refused(lab.blocks.Push(push))
 
         assert (err.code(), says_retry(err)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
         assert "2 pushes run here, the limit is 2" in str(err.details())

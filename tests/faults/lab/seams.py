@@ -60,7 +60,10 @@ def _install_in_router(board: Switchboard) -> None:
 
     def among_the_named(nodes: Sequence[Any], question: Any, **rest: Any) -> Any:
         rule = None if question.avoid else board.ask("place")
-        return place(nodes if rule is None else _of_each_role(nodes, rule.kind.split(",")), question, **rest)
+        if rule is None:
+            return place(nodes, question, **rest)
+        # Blocks may be fetched from any.
+        return place(_of_each_role(nodes, rule.kind.split(",")), question, **{"holders": nodes, **rest})
 
     def forgiving(view: Any, *args: Any, **rest: Any) -> None:
         made(view, *args, **rest)

@@ -26,7 +26,7 @@ from kvrelay.proto.v1 import common_pb2 as kvrelay_dot_proto_dot_v1_dot_common__
 from kvrelay.proto.v1 import handoff_pb2 as kvrelay_dot_proto_dot_v1_dot_handoff__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvrelay/proto/v1/decode.proto\x12\nkvrelay.v1\x1a\x1dkvrelay/proto/v1/common.proto\x1a\x1ekvrelay/proto/v1/handoff.proto\"`\n\rFencedRequest\x12%\n\x04rank\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.AttachHello\x12(\n\x06\x66\x65nced\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.WriterFenced\"\r\n\x0b\x46\x65ncedReply\"G\n\x0bPushRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvrelay.v1.Ticket\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\"\"\n\tPushReply\x12\x15\n\rpushed_tokens\x18\x01 \x01(\r\"e\n\x12\x46\x65nceWriterRequest\x12\'\n\x06writer\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12&\n\x05\x61live\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\"!\n\x10\x46\x65nceWriterReply\x12\r\n\x05pages\x18\x01 \x01(\x04\"\xf4\x02\n\x0eReserveRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.RequestRef\x12\'\n\x06holder\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12%\n\x04node\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\'\n\x06writer\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x11\n\tring_size\x18\x05 \x01(\r\x12\x12\n\npacked_ids\x18\x06 \x01(\x0c\x12&\n\x08sampling\x18\x07 \x01(\x0b\x32\x14.kvrelay.v1.Sampling\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\x0c\x12\x17\n\x0fnum_sent_tokens\x18\t \x01(\r\x12\x13\n\x0bprefix_seed\x18\n \x01(\x0c\x12\x12\n\ntimeout_ms\x18\x0b \x01(\r\x12\x13\n\x0bmay_compute\x18\x0c \x01(\x08\"D\n\x0cReserveReply\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvrelay.v1.Ticket\x12\x10\n\x08\x63omputes\x18\x02 \x01(\x08\"Z\n\rDecodeRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.RequestRef\x12 \n\x05\x65poch\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.Epoch\"\xc4\x01\n\x0b\x44\x65\x63odeEvent\x12.\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x1a.kvrelay.v1.DecodeAdmittedH\x00\x12*\n\x06tokens\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.DecodeTokensH\x00\x12&\n\x04\x64one\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.DecodeDoneH\x00\x12(\n\x05\x66irst\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.DecodeFirstH\x00\x42\x07\n\x05\x65vent\"\x94\x01\n\x0e\x44\x65\x63odeAdmitted\x12\x17\n\x0fresident_tokens\x18\x01 \x01(\r\x12\x18\n\x10\x65xposed_relay_ms\x18\x02 \x01(\x01\x12\x11\n\tverify_ms\x18\x03 \x01(\x01\x12\x10\n\x08\x61\x64mit_ms\x18\x04 \x01(\x01\x12\x15\n\rrelayed_bytes\x18\x05 \x01(\x04\x12\x13\n\x0b\x65\x61rly_bytes\x18\x06 \x01(\x04\"c\n\x0b\x44\x65\x63odeFirst\x12\'\n\x05token\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.SampledToken\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\r\"8\n\x0c\x44\x65\x63odeTokens\x12(\n\x06tokens\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.SampledToken\"[\n\nDecodeDone\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\x0f\n\x07step_ms\x18\x02 \x01(\x01\x12\x12\n\nnum_tokens\x18\x03 \x01(\r2\xfb\x04\n\nDecodeNode\x12?\n\x07Reserve\x12\x1a.kvrelay.v1.ReserveRequest\x1a\x18.kvrelay.v1.ReserveReply\x12>\n\x06\x41ttach\x12\x17.kvrelay.v1.WriterEvent\x1a\x17.kvrelay.v1.ReaderEvent(\x01\x30\x01\x12<\n\x06\x46\x65nced\x12\x19.kvrelay.v1.FencedRequest\x1a\x17.kvrelay.v1.FencedReply\x12>\n\x06\x44\x65\x63ode\x12\x19.kvrelay.v1.DecodeRequest\x1a\x17.kvrelay.v1.DecodeEvent0\x01\x12\x39\n\x05\x41\x62ort\x12\x18.kvrelay.v1.AbortRequest\x1a\x16.kvrelay.v1.AbortReply\x12\x39\n\x05Renew\x12\x18.kvrelay.v1.RenewRequest\x1a\x16.kvrelay.v1.RenewReply\x12\x36\n\x04Push\x12\x17.kvrelay.v1.PushRequest\x1a\x15.kvrelay.v1.PushReply\x12\x39\n\x05\x44rain\x12\x18.kvrelay.v1.DrainRequest\x1a\x16.kvrelay.v1.DrainReply\x12\x38\n\x05Stats\x12\x18.kvrelay.v1.StatsRequest\x1a\x15.kvrelay.v1.NodeStats\x12K\n\x0b\x46\x65nceWriter\x12\x1e.kvrelay.v1.FenceWriterRequest\x1a\x1c.kvrelay.v1.FenceWriterReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvrelay/proto/v1/decode.proto\x12\nkvrelay.v1\x1a\x1dkvrelay/proto/v1/common.proto\x1a\x1ekvrelay/proto/v1/handoff.proto\"`\n\rFencedRequest\x12%\n\x04rank\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.AttachHello\x12(\n\x06\x66\x65nced\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.WriterFenced\"\r\n\x0b\x46\x65ncedReply\"e\n\x12\x46\x65nceWriterRequest\x12\'\n\x06writer\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12&\n\x05\x61live\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\"!\n\x10\x46\x65nceWriterReply\x12\r\n\x05pages\x18\x01 \x01(\x04\"\xf4\x02\n\x0eReserveRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.RequestRef\x12\'\n\x06holder\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12%\n\x04node\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\'\n\x06writer\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x11\n\tring_size\x18\x05 \x01(\r\x12\x12\n\npacked_ids\x18\x06 \x01(\x0c\x12&\n\x08sampling\x18\x07 \x01(\x0b\x32\x14.kvrelay.v1.Sampling\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\x0c\x12\x17\n\x0fnum_sent_tokens\x18\t \x01(\r\x12\x13\n\x0bprefix_seed\x18\n \x01(\x0c\x12\x12\n\ntimeout_ms\x18\x0b \x01(\r\x12\x13\n\x0bmay_compute\x18\x0c \x01(\x08\"D\n\x0cReserveReply\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvrelay.v1.Ticket\x12\x10\n\x08\x63omputes\x18\x02 \x01(\x08\"Z\n\rDecodeRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.RequestRef\x12 \n\x05\x65poch\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.Epoch\"\xc4\x01\n\x0b\x44\x65\x63odeEvent\x12.\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x1a.kvrelay.v1.DecodeAdmittedH\x00\x12*\n\x06tokens\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.DecodeTokensH\x00\x12&\n\x04\x64one\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.DecodeDoneH\x00\x12(\n\x05\x66irst\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.DecodeFirstH\x00\x42\x07\n\x05\x65vent\"\x94\x01\n\x0e\x44\x65\x63odeAdmitted\x12\x17\n\x0fresident_tokens\x18\x01 \x01(\r\x12\x18\n\x10\x65xposed_relay_ms\x18\x02 \x01(\x01\x12\x11\n\tverify_ms\x18\x03 \x01(\x01\x12\x10\n\x08\x61\x64mit_ms\x18\x04 \x01(\x01\x12\x15\n\rrelayed_bytes\x18\x05 \x01(\x04\x12\x13\n\x0b\x65\x61rly_bytes\x18\x06 \x01(\x04\"c\n\x0b\x44\x65\x63odeFirst\x12\'\n\x05token\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.SampledToken\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\r\"8\n\x0c\x44\x65\x63odeTokens\x12(\n\x06tokens\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.SampledToken\"[\n\nDecodeDone\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\x0f\n\x07step_ms\x18\x02 \x01(\x01\x12\x12\n\nnum_tokens\x18\x03 \x01(\r2\xc3\x04\n\nDecodeNode\x12?\n\x07Reserve\x12\x1a.kvrelay.v1.ReserveRequest\x1a\x18.kvrelay.v1.ReserveReply\x12>\n\x06\x41ttach\x12\x17.kvrelay.v1.WriterEvent\x1a\x17.kvrelay.v1.ReaderEvent(\x01\x30\x01\x12<\n\x06\x46\x65nced\x12\x19.kvrelay.v1.FencedRequest\x1a\x17.kvrelay.v1.FencedReply\x12>\n\x06\x44\x65\x63ode\x12\x19.kvrelay.v1.DecodeRequest\x1a\x17.kvrelay.v1.DecodeEvent0\x01\x12\x39\n\x05\x41\x62ort\x12\x18.kvrelay.v1.AbortRequest\x1a\x16.kvrelay.v1.AbortReply\x12\x39\n\x05Renew\x12\x18.kvrelay.v1.RenewRequest\x1a\x16.kvrelay.v1.RenewReply\x12\x39\n\x05\x44rain\x12\x18.kvrelay.v1.DrainRequest\x1a\x16.kvrelay.v1.DrainReply\x12\x38\n\x05Stats\x12\x18.kvrelay.v1.StatsRequest\x1a\x15.kvrelay.v1.NodeStats\x12K\n\x0b\x46\x65nceWriter\x12\x1e.kvrelay.v1.FenceWriterRequest\x1a\x1c.kvrelay.v1.FenceWriterReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,30 +37,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FENCEDREQUEST']._serialized_end=204
   _globals['_FENCEDREPLY']._serialized_start=206
   _globals['_FENCEDREPLY']._serialized_end=219
-  _globals['_PUSHREQUEST']._serialized_start=221
-  _globals['_PUSHREQUEST']._serialized_end=292
-  _globals['_PUSHREPLY']._serialized_start=294
-  _globals['_PUSHREPLY']._serialized_end=328
-  _globals['_FENCEWRITERREQUEST']._serialized_start=330
-  _globals['_FENCEWRITERREQUEST']._serialized_end=431
-  _globals['_FENCEWRITERREPLY']._serialized_start=433
-  _globals['_FENCEWRITERREPLY']._serialized_end=466
-  _globals['_RESERVEREQUEST']._serialized_start=469
-  _globals['_RESERVEREQUEST']._serialized_end=841
-  _globals['_RESERVEREPLY']._serialized_start=843
-  _globals['_RESERVEREPLY']._serialized_end=911
-  _globals['_DECODEREQUEST']._serialized_start=913
-  _globals['_DECODEREQUEST']._serialized_end=1003
-  _globals['_DECODEEVENT']._serialized_start=1006
-  _globals['_DECODEEVENT']._serialized_end=1202
-  _globals['_DECODEADMITTED']._serialized_start=1205
-  _globals['_DECODEADMITTED']._serialized_end=1353
-  _globals['_DECODEFIRST']._serialized_start=1355
-  _globals['_DECODEFIRST']._serialized_end=1454
-  _globals['_DECODETOKENS']._serialized_start=1456
-  _globals['_DECODETOKENS']._serialized_end=1512
-  _globals['_DECODEDONE']._serialized_start=1514
-  _globals['_DECODEDONE']._serialized_end=1605
-  _globals['_DECODENODE']._serialized_start=1608
-  _globals['_DECODENODE']._serialized_end=2243
+  _globals['_FENCEWRITERREQUEST']._serialized_start=221
+  _globals['_FENCEWRITERREQUEST']._serialized_end=322
+  _globals['_FENCEWRITERREPLY']._serialized_start=324
+  _globals['_FENCEWRITERREPLY']._serialized_end=357
+  _globals['_RESERVEREQUEST']._serialized_start=360
+  _globals['_RESERVEREQUEST']._serialized_end=732
+  _globals['_RESERVEREPLY']._serialized_start=734
+  _globals['_RESERVEREPLY']._serialized_end=802
+  _globals['_DECODEREQUEST']._serialized_start=804
+  _globals['_DECODEREQUEST']._serialized_end=894
+  _globals['_DECODEEVENT']._serialized_start=897
+  _globals['_DECODEEVENT']._serialized_end=1093
+  _globals['_DECODEADMITTED']._serialized_start=1096
+  _globals['_DECODEADMITTED']._serialized_end=1244
+  _globals['_DECODEFIRST']._serialized_start=1246
+  _globals['_DECODEFIRST']._serialized_end=1345
+  _globals['_DECODETOKENS']._serialized_start=1347
+  _globals['_DECODETOKENS']._serialized_end=1403
+  _globals['_DECODEDONE']._serialized_start=1405
+  _globals['_DECODEDONE']._serialized_end=1496
+  _globals['_DECODENODE']._serialized_start=1499
+  _globals['_DECODENODE']._serialized_end=2078
 # @@protoc_insertion_point(module_scope)

@@ -62,53 +62,6 @@ class FencedReply(_message.Message):
 Global___FencedReply: _TypeAlias = FencedReply  # noqa: Y015
 
 @_typing.final
-class PushRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TICKET_FIELD_NUMBER: _builtins.int
-    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def ticket(self) -> _handoff_pb2.Ticket:
-        """Of the asking node: this node is its only writer, with a ring of one."""
-
-    @_builtins.property
-    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Names of all blocks of the ticket's tokens; those of its resident tokens are not written."""
-
-    def __init__(
-        self,
-        *,
-        ticket: _handoff_pb2.Ticket | None = ...,
-        block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "ticket", b"ticket"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PushRequest: _TypeAlias = PushRequest  # noqa: Y015
-
-@_typing.final
-class PushReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PUSHED_TOKENS_FIELD_NUMBER: _builtins.int
-    pushed_tokens: _builtins.int
-    def __init__(
-        self,
-        *,
-        pushed_tokens: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pushed_tokens", b"pushed_tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PushReply: _TypeAlias = PushReply  # noqa: Y015
-
-@_typing.final
 class FenceWriterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -68,11 +68,6 @@ class DecodeNodeStub(object):
                 request_serializer=kvrelay_dot_proto_dot_v1_dot_common__pb2.RenewRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_proto_dot_v1_dot_common__pb2.RenewReply.FromString,
                 _registered_method=True)
-        self.Push = channel.unary_unary(
-                '/kvrelay.v1.DecodeNode/Push',
-                request_serializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.PushRequest.SerializeToString,
-                response_deserializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.PushReply.FromString,
-                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/kvrelay.v1.DecodeNode/Drain',
                 request_serializer=kvrelay_dot_proto_dot_v1_dot_common__pb2.DrainRequest.SerializeToString,
@@ -138,14 +133,6 @@ class DecodeNodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Push(self, request, context):
-        """Writes cached blocks into pages that a prefill node has reserved for them, as prefill ranks do here, and answers when
-        that has ended. FAILED_PRECONDITION when a block is not here any more.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Drain(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -198,11 +185,6 @@ def add_DecodeNodeServicer_to_server(servicer, server):
                     servicer.Renew,
                     request_deserializer=kvrelay_dot_proto_dot_v1_dot_common__pb2.RenewRequest.FromString,
                     response_serializer=kvrelay_dot_proto_dot_v1_dot_common__pb2.RenewReply.SerializeToString,
-            ),
-            'Push': grpc.unary_unary_rpc_method_handler(
-                    servicer.Push,
-                    request_deserializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.PushRequest.FromString,
-                    response_serializer=kvrelay_dot_proto_dot_v1_dot_decode__pb2.PushReply.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -384,33 +366,6 @@ class DecodeNode(object):
             '/kvrelay.v1.DecodeNode/Renew',
             kvrelay_dot_proto_dot_v1_dot_common__pb2.RenewRequest.SerializeToString,
             kvrelay_dot_proto_dot_v1_dot_common__pb2.RenewReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Push(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvrelay.v1.DecodeNode/Push',
-            kvrelay_dot_proto_dot_v1_dot_decode__pb2.PushRequest.SerializeToString,
-            kvrelay_dot_proto_dot_v1_dot_decode__pb2.PushReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,10 +52,6 @@ class DecodeNodeStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_common_pb2.AbortRequest, _common_pb2.AbortReply]
     """Ends a request early. Legal in every state, as often as one likes."""
     Renew: _grpc.UnaryUnaryMultiCallable[_common_pb2.RenewRequest, _common_pb2.RenewReply]
-    Push: _grpc.UnaryUnaryMultiCallable[_decode_pb2.PushRequest, _decode_pb2.PushReply]
-    """Writes cached blocks into pages that a prefill node has reserved for them, as prefill ranks do here, and answers when
-    that has ended. FAILED_PRECONDITION when a block is not here any more.
-    """
     Drain: _grpc.UnaryUnaryMultiCallable[_common_pb2.DrainRequest, _common_pb2.DrainReply]
     Stats: _grpc.UnaryUnaryMultiCallable[_common_pb2.StatsRequest, _common_pb2.NodeStats]
     FenceWriter: _grpc.UnaryUnaryMultiCallable[_decode_pb2.FenceWriterRequest, _decode_pb2.FenceWriterReply]
@@ -85,10 +81,6 @@ class DecodeNodeAsyncStub(DecodeNodeStub):
     Abort: _aio.UnaryUnaryMultiCallable[_common_pb2.AbortRequest, _common_pb2.AbortReply]  # type: ignore[assignment]
     """Ends a request early. Legal in every state, as often as one likes."""
     Renew: _aio.UnaryUnaryMultiCallable[_common_pb2.RenewRequest, _common_pb2.RenewReply]  # type: ignore[assignment]
-    Push: _aio.UnaryUnaryMultiCallable[_decode_pb2.PushRequest, _decode_pb2.PushReply]  # type: ignore[assignment]
-    """Writes cached blocks into pages that a prefill node has reserved for them, as prefill ranks do here, and answers when
-    that has ended. FAILED_PRECONDITION when a block is not here any more.
-    """
     Drain: _aio.UnaryUnaryMultiCallable[_common_pb2.DrainRequest, _common_pb2.DrainReply]  # type: ignore[assignment]
     Stats: _aio.UnaryUnaryMultiCallable[_common_pb2.StatsRequest, _common_pb2.NodeStats]  # type: ignore[assignment]
     FenceWriter: _aio.UnaryUnaryMultiCallable[_decode_pb2.FenceWriterRequest, _decode_pb2.FenceWriterReply]  # type: ignore[assignment]
@@ -151,16 +143,6 @@ class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _common_pb2.RenewRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.RenewReply, _abc.Awaitable[_common_pb2.RenewReply]]: ...
-
-    @_abc_1.abstractmethod
-    def Push(
-        self,
-        request: _decode_pb2.PushRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_decode_pb2.PushReply, _abc.Awaitable[_decode_pb2.PushReply]]:
-        """Writes cached blocks into pages that a prefill node has reserved for them, as prefill ranks do here, and answers when
-        that has ended. FAILED_PRECONDITION when a block is not here any more.
-        """
 
     @_abc_1.abstractmethod
     def Drain(

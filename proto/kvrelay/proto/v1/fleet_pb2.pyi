@@ -65,6 +65,7 @@ class NodeRecord(_message.Message):
     PULLS_FIELD_NUMBER: _builtins.int
     MAX_BATCH_FIELD_NUMBER: _builtins.int
     OTHER_LINK_TOKEN_S_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     role: Global___NodeRole.ValueType
     endpoint: _builtins.str
     """host:port of its gRPC server."""
@@ -87,11 +88,13 @@ class NodeRecord(_message.Message):
     local_tokens: _builtins.int
     """Most prompt tokens that a decode node computes itself instead of having them handed over; 0 = none."""
     pulls: _builtins.bool
-    """A prefill node that can fetch cached blocks from decode nodes: one of a single rank."""
+    """A prefill node that can fetch cached blocks from other nodes: one of a single rank."""
     max_batch: _builtins.int
     """Most sequences of a decode step; those beyond take turns. 0 = not said."""
     other_link_token_s: _builtins.float
     """Median Link.token_s of the measured links that are not listed; 0 = all are."""
+    chunk_tokens: _builtins.int
+    """Most prompt tokens of one step of a prefill node, which attends to nothing else meanwhile. 0 = not said."""
     @_builtins.property
     def node(self) -> _common_pb2.Incarnation: ...
     @_builtins.property
@@ -100,7 +103,9 @@ class NodeRecord(_message.Message):
 
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___Link]:
-        """Links to the nodes written to most lately, at most 32; what is asked of the others is other_link_token_s."""
+        """Links to the nodes written to most lately, of either role, at most 32; what is asked of the others is
+        other_link_token_s.
+        """
 
     def __init__(
         self,
@@ -127,10 +132,11 @@ class NodeRecord(_message.Message):
         pulls: _builtins.bool = ...,
         max_batch: _builtins.int = ...,
         other_link_token_s: _builtins.float = ...,
+        chunk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "block_tokens", b"block_tokens", "cost", b"cost", "draining", b"draining", "dtype", b"dtype", "endpoint", b"endpoint", "free_pages", b"free_pages", "layout_fingerprint", b"layout_fingerprint", "links", b"links", "local_tokens", b"local_tokens", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_id", b"model_id", "node", b"node", "other_link_token_s", b"other_link_token_s", "page_tokens", b"page_tokens", "pulls", b"pulls", "queued_tokens", b"queued_tokens", "ring_size", b"ring_size", "role", b"role", "total_pages", b"total_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "block_tokens", b"block_tokens", "chunk_tokens", b"chunk_tokens", "cost", b"cost", "draining", b"draining", "dtype", b"dtype", "endpoint", b"endpoint", "free_pages", b"free_pages", "layout_fingerprint", b"layout_fingerprint", "links", b"links", "local_tokens", b"local_tokens", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_id", b"model_id", "node", b"node", "other_link_token_s", b"other_link_token_s", "page_tokens", b"page_tokens", "pulls", b"pulls", "queued_tokens", b"queued_tokens", "ring_size", b"ring_size", "role", b"role", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -89,10 +89,13 @@ class PullFrom(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    RING_SIZE_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
-    """Where it serves Push."""
+    """Where it serves BlockSource."""
     tokens: _builtins.int
     """It has the first so many tokens of the prompt."""
+    ring_size: _builtins.int
+    """Its ranks, each of which writes what it holds; 0 = one."""
     @_builtins.property
     def node(self) -> _common_pb2.Incarnation: ...
     def __init__(
@@ -101,10 +104,11 @@ class PullFrom(_message.Message):
         node: _common_pb2.Incarnation | None = ...,
         endpoint: _builtins.str = ...,
         tokens: _builtins.int = ...,
+        ring_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "node", b"node", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "node", b"node", "ring_size", b"ring_size", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

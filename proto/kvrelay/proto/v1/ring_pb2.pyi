@@ -100,6 +100,38 @@ class RingOpen(_message.Message):
 Global___RingOpen: _TypeAlias = RingOpen  # noqa: Y015
 
 @_typing.final
+class RingPush(_message.Message):
+    """Cached blocks that are to be written into pages of another node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """Its name inside the ring; in closes, aborts, drained and failed it stands as a request's does."""
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwnedRun]:
+        """Pages of the blocks, in token order."""
+
+    @_builtins.property
+    def ticket(self) -> _handoff_pb2.Ticket: ...
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        pages: _abc.Iterable[Global___OwnedRun] | None = ...,
+        ticket: _handoff_pb2.Ticket | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "pages", b"pages", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RingPush: _TypeAlias = RingPush  # noqa: Y015
+
+@_typing.final
 class RingChunk(_message.Message):
     """One chunk of one request."""
 
@@ -153,6 +185,7 @@ class RingStep(_message.Message):
     CLOSES_FIELD_NUMBER: _builtins.int
     ABORTS_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
+    PUSHES_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     shutdown: _builtins.bool
     """Every rank exits after this step."""
@@ -170,6 +203,8 @@ class RingStep(_message.Message):
     def aborts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Of the closes, those that are given up: every rank aborts its own hand-off."""
 
+    @_builtins.property
+    def pushes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RingPush]: ...
     def __init__(
         self,
         *,
@@ -179,10 +214,11 @@ class RingStep(_message.Message):
         closes: _abc.Iterable[_builtins.str] | None = ...,
         aborts: _abc.Iterable[_builtins.str] | None = ...,
         shutdown: _builtins.bool = ...,
+        pushes: _abc.Iterable[Global___RingPush] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "chunk", b"chunk", "closes", b"closes", "opens", b"opens", "shutdown", b"shutdown", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "chunk", b"chunk", "closes", b"closes", "opens", b"opens", "pushes", b"pushes", "shutdown", b"shutdown", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,73 @@
+"""The BlockSource service of either kind of node: what asks for cached blocks is checked here, and handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from grpc import aio
+
+from kvrelay.core import tracing
+from kvrelay.core.errors import InvalidRequestError, LayoutMismatchError, StaleMessageError
+from kvrelay.core.grpc_status import grpc_status
+from kvrelay.core.layout import PageLayout
+from kvrelay.core.types import Incarnation
+from kvrelay.proto.convert import check_request_id, incarnation_from_pb
+from kvrelay.proto.v1 import blocks_pb2, blocks_pb2_grpc
+
+
+class PushServicer(blocks_pb2_grpc.BlockSourceServicer):
+    def __init__(
+        self,
+        push: Callable[[blocks_pb2.PushRequest], Awaitable[int]],
+        *,
+        node: Incarnation,
+        ring_size: int,
+        layout: PageLayout,
+        max_push_s: float,
+    ) -> None:
+        """
+        Args:
+            push: writes the blocks and sees it through; returns the tokens that were written.
+            node, ring_size, layout: of this node.
+            max_push_s: longest time that a ticket may give a push, which holds blocks and delays a drain so long.
+        """
+        self._push = push
+        self._node, self._ring_size, self._layout = node, ring_size, layout
+        self._max_push_s = max_push_s
+
+    async def Push(
+        self, request: blocks_pb2.PushRequest, context: aio.ServicerContext[Any, Any]
+    ) -> blocks_pb2.PushReply:
+        async with grpc_status(context):
+            self._check(request)
+            parent = tracing.incoming(context.invocation_metadata())
+            with tracing.span("push", of=request.ticket.request.request_id, parent=parent):
+                return blocks_pb2.PushReply(pushed_tokens=await self._push(request))
+
+    def _check(self, request: blocks_pb2.PushRequest) -> None:
+        """Raise when a request is not for this node, or contradicts itself.
+
+        Raises:
+            StaleMessageError: the ticket names another writer.
+            LayoutMismatchError: its pages mean something else than ours.
+            InvalidRequestError: it is not for these blocks, or lasts too long.
+        """
+        ticket, layout = request.ticket, self._layout
+        check_request_id(ticket.request.request_id)
+        if ticket.timeout_ms > self._max_push_s * 1000:
+            raise InvalidRequestError(f"a ticket for {ticket.timeout_ms / 1000:g} s; at most {self._max_push_s:g}")
+        writer = incarnation_from_pb(ticket.writer)
+        if writer != self._node or ticket.ring_size != self._ring_size:
+            raise StaleMessageError(
+                f"the ticket is for {writer} with {ticket.ring_size} ranks, this is {self._node} with {self._ring_size}"
+            )
+        if ticket.layout_fingerprint != layout.fingerprint:
+            raise LayoutMismatchError(
+                f"layout {ticket.layout_fingerprint.hex()} of the ticket, {layout.fingerprint.hex()} here"
+            )
+        num_blocks = len(request.block_hashes)
+        if not num_blocks or ticket.prompt_tokens != num_blocks * layout.block_tokens:
+            raise InvalidRequestError(f"a ticket for {ticket.prompt_tokens} tokens, {num_blocks} blocks")
+        if ticket.resident_tokens > ticket.prompt_tokens:
+            raise InvalidRequestError(f"{ticket.resident_tokens} resident of {ticket.prompt_tokens} tokens")

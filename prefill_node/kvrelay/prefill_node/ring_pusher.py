@@ -1,0 +1,57 @@
+"""Writes cached blocks into the pages of a prefill node that asks for them: every rank writes what it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+from kvrelay.core.types import Counters
+from kvrelay.kv_transfer.wire import request_from_pb
+from kvrelay.prefill_node.leader import Failed, JobEvent, Leader
+from kvrelay.prefill_node.pushes import Push
+from kvrelay.proto.convert import epoch_from_pb
+from kvrelay.proto.v1 import blocks_pb2
+
+
+class RingPusher:
+    """All pushes of a prefill node. Owned by the event loop."""
+
+    def __init__(self, leader: Leader) -> None:
+        self.counters = Counters()
+        self._leader = leader
+
+    async def push(self, request: blocks_pb2.PushRequest) -> int:
+        """Write blocks under a ticket and see it through; return the tokens that were written.
+
+        The pages stay held until no write can read them any more, which may be later.
+
+        Raises:
+            CapacityError: too many are on their way.
+            StaleMessageError: some block is not here any more.
+            TransferError: it failed; the asker has been told by the session.
+        """
+        ticket, loop = request.ticket, asyncio.get_running_loop()
+        # Requests have names of their own inside the ring, and a ticket may come twice.
+        key = f"push {request_from_pb(ticket.request)} {epoch_from_pb(ticket.epoch)} {secrets.token_hex(4)}"
+        ended: asyncio.Future[JobEvent] = loop.create_future()
+        self.counters.add("pushes_total")
+        self._leader.push(
+            Push(key, ticket, tuple(request.block_hashes)),
+            lambda event: loop.call_soon_threadsafe(_set_once, ended, event),
+        )
+        try:
+            event = await ended
+        except asyncio.CancelledError:
+            self._leader.cancel(key, "the node that asked for it went away")
+            raise
+        if isinstance(event, Failed):
+            self.counters.add("pushes_failed_total")
+            raise event.error
+        num_tokens = ticket.prompt_tokens - ticket.resident_tokens
+        self.counters.add("pushed_tokens_total", num_tokens)
+        return num_tokens
+
+
+def _set_once(ended: asyncio.Future[JobEvent], event: JobEvent) -> None:
+    if not ended.done():  # the asker may have gone
+        ended.set_result(event)

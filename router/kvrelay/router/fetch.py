@@ -1,0 +1,99 @@
+"""What a prefill node had best fetch of a prompt instead of computing it, and from which node. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvrelay.core.types import Role
+from kvrelay.router.score import Question, backlog_s, work_s
+
+if TYPE_CHECKING:
+    from kvrelay.router.fleet import NodeView
+
+PULL_START_S = 0.01  # of a pull, whatever its size: calls and checks between two processes
+MOST_SOURCES = 8  # that are looked at; a prompt that all nodes begin with has as many
+# A prefill node that computes begins with its next step, and sends between the layers of that one.
+_STEPS_AWAITED = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Tokens of a prompt that a prefill node might fetch instead of computing them."""
+
+    source: NodeView
+    upto: int  # the source has the prompt's first so many tokens
+    tokens: int  # of these, the prefill node lacks
+    transfer_s: float
+    saved_s: float  # of computation
+
+    @property
+    def pays(self) -> bool:
+        return self.transfer_s < self.saved_s
+
+
+def sources_of(nodes: Iterable[NodeView], question: Question) -> Mapping[bytes, Sequence[NodeView]]:
+    """Return the nodes of each page layout that have most of a prompt, and of those the ones with the least to do."""
+    by_layout: dict[bytes, list[NodeView]] = {}
+    for node in nodes:
+        asked = node.incarnation not in question.avoid and node.incarnation not in question.no_pull
+        if asked and question.held(node):
+            by_layout.setdefault(node.layout_fingerprint, []).append(node)
+    return {
+        layout: heapq.nsmallest(
+            MOST_SOURCES, found, key=lambda one: (-question.held(one), one.queued_tokens, one.incarnation.name)
+        )
+        for layout, found in by_layout.items()
+    }
+
+
+def best_pull(prefill: NodeView, question: Question, sources: Iterable[NodeView]) -> Pull | None:
+    """Return what a prefill node had best fetch of a prompt; None when it cannot, or nobody has more than it.
+
+    Args:
+        sources: of its page layout; see `sources_of`.
+    """
+    best: Pull | None = None
+    have, last_block = question.usable(prefill), (question.prompt_tokens - 1) // prefill.block_tokens
+    saved_s: dict[int, float] = {}  # by what a source has: of many, most have the same
+    for node in sources if prefill.pulls else ():
+        upto = min(question.held(node), last_block * prefill.block_tokens)
+        if upto <= have or node.incarnation == prefill.incarnation:
+            continue
+        transfer = start_s(node, question) + (upto - have) * token_s(node, prefill, question)
+        if upto not in saved_s:
+            saved_s[upto] = work_s(prefill, question) - work_s(prefill, question, cached=upto)
+        saved = saved_s[upto]
+        if best is None or saved - transfer > best.saved_s - best.transfer_s:
+            best = Pull(node, upto, upto - have, transfer, saved)
+    return best
+
+
+def late_pull(prefill: NodeView, question: Question, sources: Iterable[NodeView]) -> Pull | None:
+    """Return what a prefill node should fetch if it finds that what counts as on its way to it is not even begun; None
+    when nothing is, or computing is faster. Requests may overtake the one that was to fetch or compute it.
+    """
+    if question.held(prefill) >= question.usable(prefill) or question.held_tokens is None:
+        return None
+    pull = best_pull(prefill, replace(question, cached_tokens=question.held_tokens), sources)
+    return pull if pull is not None and pull.pays else None
+
+
+def start_s(source: NodeView, question: Question) -> float:
+    """Return how long a fetch takes besides its bytes: a prefill node that is busy lets it wait for its next step."""
+    if source.role is Role.DECODE:
+        return PULL_START_S
+    step_s = source.chunk_tokens * source.cost.token_s / source.ring_size
+    return PULL_START_S + min(backlog_s(source, question), _STEPS_AWAITED * step_s)
+
+
+def token_s(source: NodeView, prefill: NodeView, question: Question) -> float:
+    """Return the time of one token on the link between two nodes."""
+    return question.link_s(source, prefill) or source.cost.relay_token_s
+
+
+def usual_token_s(source: NodeView, question: Question) -> float:
+    """Return the time of one token on a link of a node that is not listed."""
+    return source.other_link_s or question.usual_link_s or source.cost.relay_token_s

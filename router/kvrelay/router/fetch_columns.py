@@ -1,0 +1,94 @@
+"""What each prefill node of a large fleet had best fetch, for all at once, with the formulas of `fetch.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.core.types import Incarnation, Role
+from kvrelay.router.fetch import MOST_SOURCES, start_s, usual_token_s
+from kvrelay.router.score import Question
+
+if TYPE_CHECKING:
+    from kvrelay.router.fleet import NodeView
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+class FetchColumns:
+    """Of the nodes of one roster, in its order."""
+
+    def __init__(self, nodes: Sequence[NodeView]) -> None:
+        self._names = [node.incarnation.name for node in nodes]
+        self._row = {node.incarnation: row for row, node in enumerate(nodes)}
+        self._pulls = np.array([node.pulls and node.role is Role.PREFILL for node in nodes])
+        self._block_tokens = np.array([node.block_tokens for node in nodes], np.int64)
+        layouts = {node.layout_fingerprint: number for number, node in enumerate(nodes)}
+        self._layouts = layouts
+        self._queued_tokens = np.array([node.queued_tokens for node in nodes], np.int64)
+        by_name = sorted(range(len(nodes)), key=lambda row: self._names[row])
+        self._name_rank = np.empty(len(nodes), np.int64)
+        self._name_rank[by_name] = np.arange(len(nodes))
+        self._layout = np.array([layouts[node.layout_fingerprint] for node in nodes])
+        self._links: dict[Incarnation, tuple[Mapping[str, float], Floats]] = {}
+
+    def sources(self, question: Question, held: Ints) -> list[int]:
+        """Return the rows that `fetch.sources_of` finds, of all layouts, given what each node has of the prompt."""
+        if not self._pulls.any():
+            return []
+        rows = np.flatnonzero(held)
+        if not_asked := [self._row[node] for node in question.avoid | question.no_pull if node in self._row]:
+            rows = rows[~np.isin(rows, not_asked)]
+        order = rows[np.lexsort((self._name_rank[rows], self._queued_tokens[rows], -held[rows]))]
+        few: list[int] = []
+        for layout in self._layouts.values():
+            few += order[self._layout[order] == layout][:MOST_SOURCES].tolist()
+        return few
+
+    def best(
+        self,
+        question: Question,
+        usable: Ints,
+        compute_s: Floats,
+        sources: Mapping[bytes, Sequence[NodeView]],
+        compute_behind: Callable[[Ints], Floats],
+    ) -> tuple[Floats, Floats]:
+        """Return (time of the best fetch, time of computation that it spares), 0 for nodes that had best compute.
+
+        Args:
+            usable: tokens that each node has; `compute_s`: in which it computes the others.
+            sources: see `fetch.sources_of`.
+            compute_behind: returns the time in which each node computes what is behind so many tokens.
+        """
+        transfer_s, saved_s = np.zeros(len(usable)), np.zeros(len(usable))
+        if not sources:
+            return transfer_s, saved_s
+        last_block = (question.prompt_tokens - 1) // self._block_tokens * self._block_tokens
+        behind: dict[int, Floats] = {}  # by what a source has: of many, most have the same
+        for layout, of_layout in sources.items():
+            may = self._pulls & (self._layout == self._layouts[layout])
+            for source in of_layout if may.any() else ():
+                held = question.held(source)
+                upto = np.minimum(held, last_block)
+                if held not in behind:
+                    behind[held] = compute_s - compute_behind(upto)
+                takes = start_s(source, question) + (upto - usable) * self._token_s(source, question)
+                pays = may & (upto > usable) & (takes < behind[held])
+                pays[self._row[source.incarnation]] = False
+                better = pays & (behind[held] - takes > saved_s - transfer_s)
+                transfer_s[better], saved_s[better] = takes[better], behind[held][better]
+        return transfer_s, saved_s
+
+    def _token_s(self, source: NodeView, question: Question) -> Floats | float:
+        usual = usual_token_s(source, question)
+        if not source.links:
+            return usual
+        known = self._links.get(source.incarnation)
+        if known is None or known[0] is not source.links:
+            found = np.array([source.links.get(name) or np.nan for name in self._names])
+            known = self._links[source.incarnation] = source.links, found
+        return np.where(np.isnan(known[1]), usual, known[1])
