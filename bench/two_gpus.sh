@@ -41,7 +41,7 @@ fi
 if wants tests; then
     # Side by side: these two measure nothing. What runs in the background ignores SIGINT, so it is what needs no clearing up.
     tests nccl 150 tests/gpu/test_ring_on_gpus.py &
-    tests three_processes 150 tests/gpu/test_three_processes.py
+    tests three_processes 150 tests/gpu/test_three_processes.py tests/gpu/test_split_on_gpu.py
     wait
 fi
 if wants rings; then

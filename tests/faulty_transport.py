@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from kvrelay.core.errors import TransferError
 from kvrelay.kv_transfer import notice as notices
@@ -87,6 +87,18 @@ class FaultyTransport:
             handle = handle.second
         if not isinstance(handle, _Frozen):
             self.real.release(handle)
+
+
+class WithFault:
+    """Wraps each transport that it is given, and remembers them; see `handoff_lab.ring`."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.made: list[FaultyTransport] = []
+        self._fault = fault
+
+    def __call__(self, real: Transport) -> Transport:
+        self.made.append(FaultyTransport(real, self._fault))
+        return cast(Transport, self.made[-1])
 
 
 def drop(self: FaultyTransport, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:

@@ -241,6 +241,23 @@ def _ranks(kind: str, writer: Incarnation, numbers: list[int], num_pages: int, w
         yield [Rank(writer, numbers[0], memory, thread), *others]
 
 
+def begin(decode: Reader, rank: Rank, **terms: Any) -> tuple[WriterEndpoint, asyncio.Task[Outcome]]:
+    """Reserve for the only rank of a ring and let it attach; `terms` are those of `Reader.reserve`."""
+    endpoint = rank.endpoint(decode.reserve("r", writer=rank.writer, **terms))
+    return endpoint, asyncio.create_task(endpoint.run())
+
+
+def hand_over(decode: Reader, rank: Rank, **terms: Any) -> tuple[WriterEndpoint, asyncio.Task[Outcome]]:
+    """Begin, and send everything."""
+    endpoint, running = begin(decode, rank, **terms)
+    send_all(endpoint)
+    return endpoint, running
+
+
+def relayed_bytes(tokens: int) -> int:
+    return tokens * LAYOUT.row_bytes * LAYOUT.num_layers
+
+
 def send_all(endpoint: WriterEndpoint, *, ring_size: int = 1, rank: int = 0, chunk_tokens: int = 20) -> None:
     """Add this rank's zigzag share of the relayed tokens, layer by layer, and seal."""
     wanted = endpoint.relayed_tokens

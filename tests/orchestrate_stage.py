@@ -28,6 +28,7 @@ from kvrelay.router.leases import LeaseKeeper
 from kvrelay.router.orchestrate import Event, Job, Orchestrator, TokensEvent
 from kvrelay.router.peers import Node, Placed
 from kvrelay.router.timesplit import RequestTimer
+from played_decode import WithoutHandoffs
 
 MAX_BYTES = 1 << 20
 ANSWER = [11, 12, 13, 14, 15, 16]
@@ -95,7 +96,7 @@ class PlayedPrefill(prefill_pb2_grpc.PrefillNodeServicer):
 
 
 @dataclass
-class PlayedDecode(decode_pb2_grpc.DecodeNodeServicer):
+class PlayedDecode(WithoutHandoffs):
     """Streams the rest of ANSWER; `die_after` breaks the stream after that many tokens in all."""
 
     refuse: Callable[[], ServeError] | None = None
@@ -113,15 +114,6 @@ class PlayedDecode(decode_pb2_grpc.DecodeNodeServicer):
         epoch = common_pb2.Epoch(decode=request.node, counter=len(self.reserved))
         ticket = handoff_pb2.Ticket(epoch=epoch, request=request.request)
         return decode_pb2.ReserveReply(ticket=ticket, computes=self.computes and request.may_compute)
-
-    async def Fenced(self, request: Any, context: Any) -> decode_pb2.FencedReply:
-        return decode_pb2.FencedReply()
-
-    async def FenceWriter(self, request: Any, context: Any) -> decode_pb2.FenceWriterReply:
-        return decode_pb2.FenceWriterReply()
-
-    async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[handoff_pb2.ReaderEvent]:
-        yield handoff_pb2.ReaderEvent()
 
     async def Decode(self, request: Any, context: Any) -> AsyncIterator[decode_pb2.DecodeEvent]:
         reserve = self.reserved[-1]

@@ -36,6 +36,7 @@ from kvrelay.proto.v1 import (
 )
 from kvrelay.router.app import Router
 from kvrelay.router.settings import RouterSettings
+from played_decode import WithoutHandoffs
 
 MAX_BYTES = 8 << 20
 TEXT = "One two three four five"  # what the nodes answer, one byte per token
@@ -85,7 +86,7 @@ class PlayedPrefill(Played, prefill_pb2_grpc.PrefillNodeServicer):
 
 
 @dataclass
-class PlayedDecode(Played, decode_pb2_grpc.DecodeNodeServicer):
+class PlayedDecode(Played, WithoutHandoffs):
     admit_after_s: float = 0.0
     step_s: float = 0.0
     reserved: list[decode_pb2.ReserveRequest] = field(default_factory=list)
@@ -94,15 +95,6 @@ class PlayedDecode(Played, decode_pb2_grpc.DecodeNodeServicer):
         self.reserved.append(request)
         epoch = common_pb2.Epoch(decode=request.node, counter=len(self.reserved))
         return decode_pb2.ReserveReply(ticket=handoff_pb2.Ticket(epoch=epoch, request=request.request))
-
-    async def Fenced(self, request: Any, context: Any) -> decode_pb2.FencedReply:
-        return decode_pb2.FencedReply()
-
-    async def FenceWriter(self, request: Any, context: Any) -> decode_pb2.FenceWriterReply:
-        return decode_pb2.FenceWriterReply()
-
-    async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[handoff_pb2.ReaderEvent]:
-        yield handoff_pb2.ReaderEvent()
 
     async def Decode(self, request: Any, context: Any) -> AsyncIterator[decode_pb2.DecodeEvent]:
         reserved = self.reserved[request.epoch.counter - 1]

@@ -1,13 +1,14 @@
-"""Index servers for every suite that needs one."""
+"""Index servers for every suite that needs one, and the reader of a hand-off over each transport."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from handoff_lab import Reader, reader
 from kvrelay.index.server import EmbeddedServer
 
 
@@ -26,3 +27,22 @@ def server(program: Path | None) -> Iterator[EmbeddedServer]:
     started = EmbeddedServer.start(program=program)
     yield started
     started.stop()
+
+
+@pytest.fixture(scope="module")
+def index() -> Iterator[EmbeddedServer]:
+    """One embedded server for a whole file."""
+    started = EmbeddedServer.start()
+    yield started
+    started.stop()
+
+
+@pytest.fixture(params=["loopback", "nixl"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def decode(kind: str) -> AsyncIterator[Reader]:
+    async with reader(kind) as side:
+        yield side

@@ -21,12 +21,14 @@ MODEL = "v3_noaux"
 CHUNK = 128
 
 
+NEEDS_RECORDING = pytest.mark.skipif(
+    not (FOLDER / MODEL / "oracle.npz").exists(), reason=f"recorded reference {MODEL} is not on this machine"
+)
+
+
 @cache
 def recorded() -> dict[str, npt.NDArray[Any]]:
-    path = FOLDER / MODEL / "oracle.npz"
-    if not path.exists():
-        pytest.skip(f"recorded reference {MODEL} is not on this machine")
-    with np.load(path) as arrays:
+    with np.load(FOLDER / MODEL / "oracle.npz") as arrays:
         return dict(arrays)
 
 

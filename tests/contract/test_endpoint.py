@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
-from handoff_lab import LAYOUT, Reader, outcomes, reader, ring, same_rows, seal, send_all, until
+from handoff_lab import (
+    LAYOUT,
+    Reader,
+    begin,
+    hand_over,
+    outcomes,
+    relayed_bytes,
+    ring,
+    same_rows,
+    seal,
+    send_all,
+    until,
+)
 from kvrelay.core.shard import Span
 from kvrelay.kv_transfer.endpoint import Failed, Settled
 from kvrelay.kv_transfer.local import DeviceSums
-
-
-@pytest.fixture(params=["loopback", "nixl"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-async def decode(kind: str) -> AsyncIterator[Reader]:
-    async with reader(kind) as side:
-        yield side
-
-
-def relayed_bytes(tokens: int) -> int:
-    return tokens * LAYOUT.row_bytes * LAYOUT.num_layers
 
 
 @pytest.mark.parametrize("ring_size", [1, 2, 3])
@@ -74,9 +71,7 @@ async def test_pages_come_back_once_the_scheduler_lets_go_and_every_rank_is_fenc
 
 async def test_only_tokens_that_are_not_resident_travel(kind: str, decode: Reader) -> None:
     with ring(kind) as [rank]:
-        end = rank.endpoint(decode.reserve("r", writer=rank.writer, resident_tokens=40))
-        running = asyncio.create_task(end.run())
-        send_all(end)
+        _, running = hand_over(decode, rank, resident_tokens=40)
 
         assert await outcomes(running) == [Settled(relayed_bytes(20))]
 
@@ -103,8 +98,7 @@ async def test_a_hand_off_of_no_bytes_still_needs_every_rank(kind: str, decode: 
 
 async def test_bytes_that_landed_before_the_seal_are_counted_as_early(kind: str, decode: Reader) -> None:
     with ring(kind) as [rank]:
-        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
-        running = asyncio.create_task(end.run())
+        end, running = begin(decode, rank)
         for layer in range(LAYOUT.num_layers):
             end.add_part(layer, Span(0, 60), range(8))
         await until(lambda: decode.thread.counters.values.get("parts_verified_total") == LAYOUT.num_layers)
@@ -120,9 +114,7 @@ async def test_bytes_that_landed_before_the_seal_are_counted_as_early(kind: str,
 
 async def test_the_transport_counts_the_bytes_of_the_manifest(kind: str, decode: Reader) -> None:
     with ring(kind) as [rank]:
-        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
-        running = asyncio.create_task(end.run())
-        send_all(end)
+        end, running = hand_over(decode, rank)
         [settled] = await outcomes(running)
         await end.sources_free
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
-from handoff_lab import LAYOUT, Reader, outcomes, reader, ring, send_all, until
+from handoff_lab import Reader, begin, hand_over, outcomes, relayed_bytes, ring, send_all, until
 from kvrelay.core.errors import StaleMessageError, UnavailableError
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Incarnation
@@ -15,25 +14,9 @@ from kvrelay.kv_transfer.endpoint import Failed, Settled
 from kvrelay.kv_transfer.values import Request
 
 
-@pytest.fixture(params=["loopback", "nixl"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-async def decode(kind: str) -> AsyncIterator[Reader]:
-    async with reader(kind) as side:
-        yield side
-
-
-def relayed_bytes(tokens: int) -> int:
-    return tokens * LAYOUT.row_bytes * LAYOUT.num_layers
-
-
 async def test_an_abort_by_decode_reaches_the_writer_and_frees_the_pages(kind: str, decode: Reader) -> None:
     with ring(kind) as [rank]:
-        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
-        running = asyncio.create_task(end.run())
+        end, running = begin(decode, rank)
         end.add_part(0, Span(0, 60), range(8))
         await until(lambda: decode.thread.counters.values.get("parts_verified_total"))
 
@@ -190,8 +173,7 @@ async def test_a_writer_known_to_be_gone_gets_no_ticket(decode: Reader) -> None:
 
 async def test_a_writer_that_vanishes_is_quarantined_until_it_is_known_dead(kind: str, decode: Reader) -> None:
     with ring(kind) as [rank]:
-        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
-        running = asyncio.create_task(end.run())
+        end, running = begin(decode, rank)
         end.add_part(0, Span(0, 60), range(8))
         await until(lambda: decode.thread.counters.values.get("parts_verified_total"))
         running.cancel()  # the stream breaks and no fence will ever come
@@ -210,9 +192,7 @@ async def test_a_writer_that_vanishes_is_quarantined_until_it_is_known_dead(kind
 
 async def test_an_abort_while_admitted_waits_for_the_scheduler(kind: str, decode: Reader) -> None:
     with ring(kind) as [rank]:
-        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
-        running = asyncio.create_task(end.run())
-        send_all(end)
+        _, running = hand_over(decode, rank)
         await outcomes(running)
         [admitted] = decode.admitted
 

@@ -5,34 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
-from functools import partial
-from typing import cast
 
 import pytest
 
 import faulty_transport
-from faulty_transport import Fault, FaultyTransport
-from handoff_lab import LAYOUT, Reader, outcomes, reader, ring, send_all, until
+from faulty_transport import Fault, WithFault
+from handoff_lab import LAYOUT, Reader, begin, hand_over, outcomes, relayed_bytes, ring, send_all, until
 from idle import assert_self_idle
 from kvrelay.core.errors import StaleMessageError
 from kvrelay.core.shard import Span
 from kvrelay.kv_transfer.endpoint import Failed, Settled
-from kvrelay.kv_transfer.transport import Transport
 from kvrelay.kv_transfer.values import FenceProof, Request
 from kvrelay.kv_transfer.wire import proof_to_pb
 from kvrelay.proto.v1 import decode_pb2
-
-
-@pytest.fixture(params=["loopback", "nixl"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-async def decode(kind: str) -> AsyncIterator[Reader]:
-    async with reader(kind) as side:
-        yield side
 
 
 @pytest.mark.parametrize(
@@ -46,10 +31,8 @@ async def decode(kind: str) -> AsyncIterator[Reader]:
 async def test_bytes_that_are_not_the_ones_sent_are_never_admitted(
     kind: str, decode: Reader, fault: Fault, counter: str
 ) -> None:
-    with ring(kind, wrap=partial(FaultyTransport, fault=fault)) as [rank]:
-        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
-        running = asyncio.create_task(end.run())
-        send_all(end)
+    with ring(kind, wrap=WithFault(fault)) as [rank]:
+        _, running = hand_over(decode, rank)
 
         [failed] = await outcomes(running)
         await until(lambda: decode.freed)
@@ -72,10 +55,8 @@ async def test_bytes_that_are_not_the_ones_sent_are_never_admitted(
 async def test_a_part_that_is_not_announced_is_missed_soon_after_its_writes_have_ended(
     kind: str, decode: Reader, fault: Fault, counter: str
 ) -> None:
-    with ring(kind, wrap=partial(FaultyTransport, fault=fault)) as [rank]:
-        end = rank.endpoint(decode.reserve("r", writer=rank.writer, timeout_s=20.0))
-        running = asyncio.create_task(end.run())
-        send_all(end)
+    with ring(kind, wrap=WithFault(fault)) as [rank]:
+        _, running = hand_over(decode, rank, timeout_s=20.0)
 
         [failed] = await outcomes(running)
         await until(lambda: decode.freed)
@@ -99,20 +80,17 @@ async def test_parts_that_wait_to_be_verified_are_not_missed(kind: str, decode: 
 
 
 async def test_a_part_written_twice_is_admitted_once(kind: str, decode: Reader) -> None:
-    with ring(kind, wrap=partial(FaultyTransport, fault=faulty_transport.repeat)) as [rank]:
-        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
-        running = asyncio.create_task(end.run())
-        send_all(end)
+    with ring(kind, wrap=WithFault(faulty_transport.repeat)) as [rank]:
+        _, running = hand_over(decode, rank)
 
-        assert await outcomes(running) == [Settled(60 * LAYOUT.row_bytes * LAYOUT.num_layers)]
+        assert await outcomes(running) == [Settled(relayed_bytes(60))]
         [admitted] = decode.admitted
-    assert admitted.relayed_bytes == 60 * LAYOUT.row_bytes * LAYOUT.num_layers
+    assert admitted.relayed_bytes == relayed_bytes(60)
 
 
 async def test_one_write_that_cannot_be_posted_fails_the_whole_at_once(kind: str, decode: Reader) -> None:
-    with ring(kind, wrap=partial(FaultyTransport, fault=faulty_transport.refuse)) as [rank]:
-        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
-        running = asyncio.create_task(end.run())
+    with ring(kind, wrap=WithFault(faulty_transport.refuse)) as [rank]:
+        end, running = begin(decode, rank)
         start_s = time.monotonic()
         send_all(end)
 
@@ -127,9 +105,8 @@ async def test_one_write_that_cannot_be_posted_fails_the_whole_at_once(kind: str
 async def test_a_writer_whose_peer_does_nothing_is_stuck_in_bounded_time_and_its_pages_stay_away(
     kind: str, decode: Reader
 ) -> None:
-    with ring(kind, wrap=partial(FaultyTransport, fault=faulty_transport.freeze)) as [rank]:
-        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
-        running = asyncio.create_task(end.run())
+    with ring(kind, wrap=WithFault(faulty_transport.freeze)) as [rank]:
+        end, running = begin(decode, rank)
         for layer in range(LAYOUT.num_layers):
             end.add_part(layer, Span(0, 60), range(8))
         await until(lambda: decode.thread.counters.values.get("parts_verified_total") == 2)
@@ -149,15 +126,9 @@ async def test_a_writer_whose_peer_does_nothing_is_stuck_in_bounded_time_and_its
 async def test_a_fence_that_comes_after_its_stream_has_ended_frees_the_pages_all_the_same(
     kind: str, decode: Reader
 ) -> None:
-    faulty: list[FaultyTransport] = []
-
-    def wrap(real: Transport) -> Transport:
-        faulty.append(FaultyTransport(real, faulty_transport.freeze))
-        return cast(Transport, faulty[-1])
-
-    with ring(kind, wrap=wrap) as [rank]:
-        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
-        running = asyncio.create_task(end.run())
+    faulty = WithFault(faulty_transport.freeze)
+    with ring(kind, wrap=faulty) as [rank]:
+        end, running = begin(decode, rank)
         for layer in range(LAYOUT.num_layers):
             end.add_part(layer, Span(0, 60), range(8))
         await until(lambda: decode.thread.counters.values.get("parts_verified_total") == 2)
@@ -167,30 +138,23 @@ async def test_a_fence_that_comes_after_its_stream_has_ended_frees_the_pages_all
         assert failed.stuck
         await until(lambda: decode.hub.stats().quarantined_pages == 8)
 
-        faulty[0].thaw()
+        faulty.made[0].thaw()
         await until(lambda: decode.freed)
         await end.sources_free
         assert decode.hub.stats().quarantined_pages == 0
 
 
 async def test_pages_come_back_when_the_link_that_no_fence_could_cross_has_ended(kind: str, decode: Reader) -> None:
-    faulty: list[FaultyTransport] = []
-
-    def wrap(real: Transport) -> Transport:
-        faulty.append(FaultyTransport(real, faulty_transport.break_link))
-        return cast(Transport, faulty[-1])
-
-    with ring(kind, wrap=wrap) as [rank]:
-        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
-        running = asyncio.create_task(end.run())
-        send_all(end)
+    faulty = WithFault(faulty_transport.break_link)
+    with ring(kind, wrap=faulty) as [rank]:
+        _, running = hand_over(decode, rank)
         [failed] = await outcomes(running)
         assert isinstance(failed, Failed)
         assert "no fence" in failed.reason
         assert decode.freed == []  # some of it may still be on its way
 
         await until(lambda: decode.freed)
-        faulty[0].heal()
+        faulty.made[0].heal()
         again = rank.endpoint(decode.reserve("s", writer=rank.writer))
         running = asyncio.create_task(again.run())
         send_all(again)
@@ -203,9 +167,7 @@ async def test_pages_come_back_when_the_link_that_no_fence_could_cross_has_ended
 async def test_pages_come_back_when_the_answer_to_an_attach_was_lost(kind: str, decode: Reader) -> None:
     with ring(kind) as [rank]:
         decode.loses_answers = True
-        end = rank.endpoint(decode.reserve("r", writer=rank.writer))
-        running = asyncio.create_task(end.run())
-        send_all(end)
+        _, running = hand_over(decode, rank)
 
         [failed] = await outcomes(running)
         await until(lambda: decode.freed)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from index_lab import FLEET, A, B, a_writer
 from kvrelay.core import prefix_hash
 from kvrelay.core.supervise import watch_loop
 from kvrelay.core.types import Incarnation, Role
@@ -19,23 +20,7 @@ from kvrelay.index.reader import Confidence, Match, PrefixReader
 from kvrelay.index.server import EmbeddedServer
 from kvrelay.index.writer import PrefixWriter
 
-FLEET = "test"
-A, B = Incarnation("a", 1), Incarnation("b", 2**63 - 1)
 HASHES = prefix_hash.chain(prefix_hash.seed(fingerprint=b"f" * 16), np.arange(40 * 64, dtype=np.int32), block_tokens=64)
-
-
-@asynccontextmanager
-async def a_writer(
-    server: EmbeddedServer, node: Incarnation = A, role: Role = Role.PREFILL, *, holding: Sequence[bytes] = ()
-) -> AsyncIterator[PrefixWriter]:
-    """A writer of a node that holds `holding` all the time."""
-    writer = PrefixWriter(server.url, FLEET, node=node, role=role, all_hashes=lambda: holding)
-    await writer.start()
-    writer.publish(holding)
-    try:
-        yield writer
-    finally:
-        await writer.stop()
 
 
 @asynccontextmanager

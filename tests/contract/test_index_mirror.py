@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from redis import Redis
 
+from index_lab import FLEET, A, B, a_writer
 from kvrelay.core import prefix_hash
-from kvrelay.core.types import Incarnation, Role
+from kvrelay.core.types import Role
 from kvrelay.index import changes as changes_module
 from kvrelay.index import mirror as mirror_module
 from kvrelay.index import writer as writer_module
@@ -24,9 +25,7 @@ from kvrelay.index.reader import Confidence, PrefixReader
 from kvrelay.index.server import EmbeddedServer
 from kvrelay.index.writer import PrefixWriter
 
-FLEET = "mirrored"
 KEYS = Keys(FLEET)
-A, B = Incarnation("a", 1), Incarnation("b", 2)
 
 
 def chain_of(num_blocks: int, *, first: int = 0) -> list[bytes]:
@@ -48,19 +47,6 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
         (mirror_module, "_ROLL_CALL_S", 0.2),
     ):
         monkeypatch.setattr(module, name, value)
-
-
-@asynccontextmanager
-async def a_writer(
-    server: EmbeddedServer, node: Incarnation = A, role: Role = Role.PREFILL, *, holding: Sequence[bytes] = ()
-) -> AsyncIterator[PrefixWriter]:
-    writer = PrefixWriter(server.url, FLEET, node=node, role=role, all_hashes=lambda: holding)
-    await writer.start()
-    writer.publish(holding)
-    try:
-        yield writer
-    finally:
-        await writer.stop()
 
 
 @asynccontextmanager

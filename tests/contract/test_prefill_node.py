@@ -23,6 +23,7 @@ from contract.prefill_process import (
 from contract.prefill_requests import (
     CHUNK,
     MODEL,
+    NEEDS_RECORDING,
     a_ref,
     events_of,
     kinds,
@@ -39,13 +40,7 @@ from kvrelay.index.server import EmbeddedServer
 from kvrelay.proto.v1 import common_pb2
 from oracle_data import FOLDER
 
-
-@pytest.fixture(scope="module")
-def index() -> Iterator[EmbeddedServer]:
-    recorded()
-    server = EmbeddedServer.start()
-    yield server
-    server.stop()
+pytestmark = NEEDS_RECORDING
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["alone", "ring-of-2"])

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
 
 import grpc
 import psutil
@@ -21,6 +20,7 @@ from contract.prefill_process import (
 )
 from contract.prefill_requests import (
     MODEL,
+    NEEDS_RECORDING,
     a_ref,
     events_of,
     kinds,
@@ -31,13 +31,7 @@ from contract.prefill_requests import (
 from kvrelay.index.server import EmbeddedServer
 from oracle_data import FOLDER
 
-
-@pytest.fixture(scope="module")
-def index() -> Iterator[EmbeddedServer]:
-    recorded()
-    server = EmbeddedServer.start()
-    yield server
-    server.stop()
+pytestmark = NEEDS_RECORDING
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
-
-import pytest
 
 from contract.prefill_process import Client, decode_peer, nodes_of, prefill_node
 from contract.prefill_requests import MODEL, a_ref, events_of, some_prompt
@@ -17,13 +14,6 @@ from kvrelay.proto.v1 import fleet_pb2
 from oracle_data import FOLDER
 
 NUM_TOKENS = 500
-
-
-@pytest.fixture(scope="module")
-def index() -> Iterator[EmbeddedServer]:
-    server = EmbeddedServer.start()
-    yield server
-    server.stop()
 
 
 async def relayed(

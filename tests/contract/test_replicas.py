@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -39,13 +39,6 @@ FLEET = "shared"
 A, B, D = (Incarnation(name, 1) for name in ("a", "b", "d"))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedServer]:
-    started = EmbeddedServer.start()
-    yield started
-    started.stop()
-
-
 @dataclass
 class Half:
     """What places requests in one of the routers."""
@@ -59,8 +52,8 @@ class Half:
 
 
 @asynccontextmanager
-async def a_router(server: EmbeddedServer, name: str) -> AsyncIterator[Half]:
-    registry, reader = NodeRegistry(server.url, FLEET), PrefixReader(server.url, FLEET)
+async def a_router(index: EmbeddedServer, name: str) -> AsyncIterator[Half]:
+    registry, reader = NodeRegistry(index.url, FLEET), PrefixReader(index.url, FLEET)
     fleet = FleetView(registry, refresh_s=60, put_aside_s=1, max_message_bytes=1 << 20, max_request_s=10)
     await fleet.start()
     placer = IndexPlacer(
@@ -70,7 +63,7 @@ async def a_router(server: EmbeddedServer, name: str) -> AsyncIterator[Half]:
         others=lambda: replicas.others(),  # noqa: PLW0108 - made below
         on_placed=lambda: replicas.hurry(),  # noqa: PLW0108
     )
-    replicas = Replicas(RouterLoads(server.url, FLEET, Incarnation.new(name)), own=placer.own_loads)
+    replicas = Replicas(RouterLoads(index.url, FLEET, Incarnation.new(name)), own=placer.own_loads)
     await replicas.start()
     try:
         yield Half(placer, replicas)
@@ -82,8 +75,8 @@ async def a_router(server: EmbeddedServer, name: str) -> AsyncIterator[Half]:
 
 
 @asynccontextmanager
-async def two_routers(server: EmbeddedServer) -> AsyncIterator[tuple[Half, Half]]:
-    registry = NodeRegistry(server.url, FLEET)
+async def two_routers(index: EmbeddedServer) -> AsyncIterator[tuple[Half, Half]]:
+    registry = NodeRegistry(index.url, FLEET)
     for node, role in (
         (A, fleet_pb2.NODE_ROLE_PREFILL),
         (B, fleet_pb2.NODE_ROLE_PREFILL),
@@ -95,7 +88,7 @@ async def two_routers(server: EmbeddedServer) -> AsyncIterator[tuple[Half, Half]
                 max_model_len=100_000, block_tokens=64, page_tokens=64, total_pages=10_000, free_pages=10_000,
             ), ttl_s=60,
         )  # fmt: skip
-    async with a_router(server, "r") as one, a_router(server, "r") as other:  # one name, as an operator may give
+    async with a_router(index, "r") as one, a_router(index, "r") as other:  # one name, as an operator may give
         yield one, other
     await registry.close()
 
@@ -106,8 +99,8 @@ async def until_heard(half: Half, node: Incarnation, requests: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_what_one_router_places_counts_in_the_other(server: EmbeddedServer) -> None:
-    async with two_routers(server) as (one, other):
+async def test_what_one_router_places_counts_in_the_other(index: EmbeddedServer) -> None:
+    async with two_routers(index) as (one, other):
         first = await one.place(seed=1)
         taken = first.prefill.incarnation
         await until_heard(other, taken, 1)
@@ -119,8 +112,8 @@ async def test_what_one_router_places_counts_in_the_other(server: EmbeddedServer
         second.release()
 
 
-async def test_a_burst_through_two_routers_is_spread_as_by_one(server: EmbeddedServer) -> None:
-    async with two_routers(server) as (one, other):
+async def test_a_burst_through_two_routers_is_spread_as_by_one(index: EmbeddedServer) -> None:
+    async with two_routers(index) as (one, other):
         placed = []
         for at in range(20):
             half = (one, other)[at % 3 == 0]
@@ -135,9 +128,9 @@ async def test_a_burst_through_two_routers_is_spread_as_by_one(server: EmbeddedS
     assert 8 <= on_a <= 12
 
 
-async def test_a_router_that_leaves_takes_its_load_with_it(server: EmbeddedServer) -> None:
-    async with a_router(server, "stays") as stays:
-        async with two_routers(server) as (one, _):
+async def test_a_router_that_leaves_takes_its_load_with_it(index: EmbeddedServer) -> None:
+    async with a_router(index, "stays") as stays:
+        async with two_routers(index) as (one, _):
             placed = await one.place(seed=1)
             await until_heard(stays, placed.prefill.incarnation, 1)
             placed.release()
@@ -215,17 +208,17 @@ class Pen:
     replicas: Replicas
 
 
-def a_pen(server: EmbeddedServer, name: str, fleet: str) -> Pen:
+def a_pen(index: EmbeddedServer, name: str, fleet: str) -> Pen:
     columns = LoadColumns()
-    return Pen(columns, Replicas(RouterLoads(server.url, fleet, Incarnation.new(name)), own=lambda: columns))
+    return Pen(columns, Replicas(RouterLoads(index.url, fleet, Incarnation.new(name)), own=lambda: columns))
 
 
 @pytest.mark.parametrize("lost", ["nothing", "the server's memory", "an answer"])
 async def test_only_changes_are_told_and_all_again_when_something_was_lost(
-    server: EmbeddedServer, lost: str, monkeypatch: pytest.MonkeyPatch
+    index: EmbeddedServer, lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = f"f{Incarnation.new('f').start_id}"
-    one, other = a_pen(server, "one", fleet), a_pen(server, "other", fleet)
+    one, other = a_pen(index, "one", fleet), a_pen(index, "other", fleet)
     for at in range(100):
         one.columns.add(Incarnation(f"n{at}", 1), requests=1)
     await one.replicas.exchange()
@@ -263,9 +256,9 @@ async def test_only_changes_are_told_and_all_again_when_something_was_lost(
         await pen.replicas.stop()
 
 
-async def test_an_exchange_at_a_thousand_nodes_takes_what_its_changes_take(server: EmbeddedServer) -> None:
+async def test_an_exchange_at_a_thousand_nodes_takes_what_its_changes_take(index: EmbeddedServer) -> None:
     fleet = f"f{Incarnation.new('f').start_id}"
-    pens = [a_pen(server, name, fleet) for name in ("one", "other")]
+    pens = [a_pen(index, name, fleet) for name in ("one", "other")]
     nodes = [Incarnation(f"n{at}", 1) for at in range(1500)]
     for pen in pens:
         for node in nodes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,6 @@ from router_stage import (
     said,
     until,
 )
-
-
-@pytest.fixture(scope="module")
-def index() -> Iterator[EmbeddedServer]:
-    server = EmbeddedServer.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -19,13 +18,6 @@ from kvrelay.proto import convert
 from kvrelay.proto.v1 import fleet_pb2
 from kvrelay.router.leases import LeaseKeeper
 from router_stage import Stage, _record, asked, model_of_bytes, playing, until
-
-
-@pytest.fixture(scope="module")
-def index() -> Iterator[EmbeddedServer]:
-    server = EmbeddedServer.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -35,17 +35,10 @@ RED, BLUE = Tenant("red"), Tenant("blue")
 TERMS = Terms(Slo.BATCH, 600.0)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedServer]:
-    started = EmbeddedServer.start()
-    yield started
-    started.stop()
-
-
 @asynccontextmanager
-async def a_placer(server: EmbeddedServer, *, ahead_per_node: int) -> AsyncIterator[IndexPlacer]:
+async def a_placer(index: EmbeddedServer, *, ahead_per_node: int) -> AsyncIterator[IndexPlacer]:
     fleet_name = f"f{Incarnation.new('f').start_id}"
-    registry, reader = NodeRegistry(server.url, fleet_name), PrefixReader(server.url, fleet_name)
+    registry, reader = NodeRegistry(index.url, fleet_name), PrefixReader(index.url, fleet_name)
     for name, role in (("p", fleet_pb2.NODE_ROLE_PREFILL), ("d", fleet_pb2.NODE_ROLE_DECODE)):
         await registry.register(
             fleet_pb2.NodeRecord(
@@ -73,9 +66,9 @@ async def at_least(count: int, order: list[tuple[str, Placed]]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_a_tenant_that_floods_delays_another_by_what_is_on_the_nodes_only(server: EmbeddedServer) -> None:
+async def test_a_tenant_that_floods_delays_another_by_what_is_on_the_nodes_only(index: EmbeddedServer) -> None:
     order: list[tuple[str, Placed]] = []
-    async with a_placer(server, ahead_per_node=2) as placer, asyncio.TaskGroup() as tasks:
+    async with a_placer(index, ahead_per_node=2) as placer, asyncio.TaskGroup() as tasks:
         for at in range(60):
             tasks.create_task(place(placer, RED, order, seed=at))
         await at_least(2, order)
@@ -93,9 +86,9 @@ async def test_a_tenant_that_floods_delays_another_by_what_is_on_the_nodes_only(
     assert blue[-1] <= 2 + 2 * len(blue) + 1
 
 
-async def test_a_request_that_is_cancelled_while_it_waits_takes_no_turn(server: EmbeddedServer) -> None:
+async def test_a_request_that_is_cancelled_while_it_waits_takes_no_turn(index: EmbeddedServer) -> None:
     order: list[tuple[str, Placed]] = []
-    async with a_placer(server, ahead_per_node=1) as placer:
+    async with a_placer(index, ahead_per_node=1) as placer:
         await place(placer, RED, order, seed=1)
         waiting = [asyncio.create_task(place(placer, BLUE, order, seed=at)) for at in range(2, 6)]
         await asyncio.sleep(0.2)
@@ -160,10 +153,10 @@ def a_request() -> inference_pb2.GenerateRequest:
 
 
 async def test_a_tenants_quota_holds_for_its_calls_and_ends_with_them(
-    server: EmbeddedServer, model: Path, monkeypatch: pytest.MonkeyPatch
+    index: EmbeddedServer, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     all_calls_are_of(Tenant("red", quota=Quota(max_requests=1)), monkeypatch)
-    async with playing(server, model, prefill=PlayedPrefill(silent_s=1.0)) as stage:
+    async with playing(index, model, prefill=PlayedPrefill(silent_s=1.0)) as stage:
         first = asyncio.create_task(stage.run(a_request()))
         await until(lambda: stage.prefill.calls)
         with pytest.raises(aio.AioRpcError, match="'red' has 1 requests in work, its quota max_requests") as caught:
@@ -180,10 +173,10 @@ async def test_a_tenants_quota_holds_for_its_calls_and_ends_with_them(
 
 
 async def test_a_quota_of_tokens_counts_prompts_and_answers(
-    server: EmbeddedServer, model: Path, monkeypatch: pytest.MonkeyPatch
+    index: EmbeddedServer, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     all_calls_are_of(Tenant("red", quota=Quota(tokens_per_minute=60)), monkeypatch)
-    async with playing(server, model) as stage:
+    async with playing(index, model) as stage:
         for _ in range(2):
             await stage.run(a_request())
         code, text = await stage.fails(a_request())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cluster.cluster import Cluster, Spec, running
-from oracle_data import oracle_folder, recording
+from oracle_data import LENGTHS, oracle_folder, recording
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,15 +19,26 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 CHUNK_TOKENS = 256
-NAMES = ("v2_lite_greedy", "v3_noaux", "v3_yarn")
-LENGTHS = (1, 7, 64, 333, 1500)
+RING_SIZE = str(min(2, torch.cuda.device_count()))
+ON_THE_SECOND = {"KVRELAY_DECODE_DEVICE": "cuda:1"}  # decode, of whose ring the second rank is there, too
+THREE_PROCESSES = [
+    pytest.mark.two_gpus,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+CASES = [
+    *(pytest.param((name, {}), id=name) for name in ("v2_lite_greedy", "v3_noaux", "v3_yarn")),
+    *(
+        pytest.param((name, ON_THE_SECOND), id=f"{name}-decode-on-the-second", marks=THREE_PROCESSES)
+        for name in ("v2_lite_greedy", "v3_yarn")
+    ),
+]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=CASES)
 def split(request: pytest.FixtureRequest) -> Iterator[tuple[str, Cluster]]:
-    name: str = request.param
-    ring_size = min(2, torch.cuda.device_count())
-    with running(Spec(oracle_folder(name), ring_size=str(ring_size), chunk_tokens=CHUNK_TOKENS)) as started:
+    name, environ = request.param
+    spec = Spec(oracle_folder(name), ring_size=RING_SIZE, chunk_tokens=CHUNK_TOKENS, environ=environ)
+    with running(spec) as started:
         yield name, started
 
 
