@@ -12,13 +12,16 @@ import pytest
 from faulty_transport import FaultyTransport, freeze
 from handoff_lab import Memory
 from kvrelay.core.errors import TransferError
-from kvrelay.core.types import Counters
+from kvrelay.core.types import Counters, Epoch, Incarnation
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.fence_cells import FenceMemory
+from kvrelay.kv_transfer.landing import Expected
 from kvrelay.kv_transfer.nixl import NixlTransport, nixl_errors
+from kvrelay.kv_transfer.notice import NoticeKey
 from kvrelay.kv_transfer.outgoing import Posting
 from kvrelay.kv_transfer.plan import Copy
 from kvrelay.kv_transfer.transport import Handle, Progress, Transport
+from kvrelay.kv_transfer.values import Request
 from memory import region_of
 from transport_party import new_transport
 
@@ -73,6 +76,29 @@ def test_a_drain_is_done_after_its_time_of_polling_and_not_before() -> None:
     assert not done.wait(0.25)
     assert done.wait(5)
     thread.stop()
+
+
+def test_a_reader_in_a_hurry_polls_more_often_and_not_for_long() -> None:
+    now_s = 10.0
+    thread = TransferThread(partial(make, Memory(1)), on_fatal=lambda: None, clock=lambda: now_s)
+    transport = make(Memory(1), Counters())
+
+    def pause_s() -> float | None:
+        for command in thread._take_commands(0):
+            assert command is not None
+            command(transport)
+        return thread._step(transport)
+
+    key = NoticeKey.of(Epoch(Incarnation("decode", 1), 1), Request("r", 1))
+    thread.expect(key, Expected((), lambda part: True, lambda parts: None))
+    usual_s = pause_s()
+    thread.hurry()
+    hurried_s = pause_s()
+    assert usual_s is not None
+    assert hurried_s is not None
+    assert 0 < hurried_s <= usual_s / 4
+    now_s += 0.1
+    assert pause_s() == usual_s
 
 
 class Counting(FaultyTransport):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.shard import Span
-from kvrelay.kv_transfer.plan import Copy, Route, Routes, owned_ranges, part_ranges
+from kvrelay.kv_transfer.plan import Copy, PartRanges, Route, Routes, owned_ranges, part_ranges
 
 LAYOUT = PageLayout(
     num_layers=3, latent_width=6, rope_width=2, dtype="bfloat16", model_id="m", page_tokens=4, block_tokens=4
@@ -57,6 +57,8 @@ def test_ranges_name_the_rows_in_token_order(tokens: Span, layer: int, pages: li
 
     rows = [at + step for at, num_bytes in ranges for step in range(0, num_bytes, ROW)]
     assert rows == [offset(layer, pages, t) for t in range(tokens.start, tokens.end)]
+    remembered = PartRanges(LAYOUT, pages=pages, pool_pages=POOL)
+    assert [remembered.of(layer, tokens), remembered.of(layer, tokens)] == [ranges, ranges]
 
 
 def test_pages_that_are_neighbours_on_both_sides_are_one_copy() -> None:

@@ -15,6 +15,7 @@ class Device:
     """Given a step it computes beside the thread, as a GPU does; also the event loop that is told. Notes the order."""
 
     def __init__(self, *, num_tokens: int) -> None:
+        self.runs_beside = True
         self.happened: list[str] = []
         self.ended = threading.Event()
         self.on_launch: Callable[[int], object] = lambda _: None
@@ -49,6 +50,12 @@ def test_a_step_is_told_once_and_behind_the_launch_of_the_next_one() -> None:
     assert Device(num_tokens=4).run() == [
         "launch", "launch", "Stepped", "launch", "Stepped", "launch", "Stepped", "Stepped",
     ]  # fmt: skip
+
+
+def test_where_nothing_computes_beside_the_thread_a_step_is_told_at_once() -> None:
+    cpu = Device(num_tokens=3)
+    cpu.runs_beside = False
+    assert cpu.run() == ["launch", "Stepped", "launch", "Stepped", "launch", "Stepped"]
 
 
 def test_who_leaves_hears_of_the_step_before() -> None:

@@ -56,6 +56,11 @@ class DecodeEngine:
             max_tokens = model.config.max_model_len
             self._graphs = DecodeGraphs(model, pool, max_batch=max_batch, max_tokens=max_tokens)
 
+    @property
+    def runs_beside(self) -> bool:
+        """A device computes a step while the thread that launched it is free."""
+        return self._graphs is not None
+
     def bind_thread(self) -> None:
         """Let the calling thread compute; once, before its first step."""
         self._pool.bind_thread()
@@ -82,7 +87,7 @@ class DecodeEngine:
         """Write the row of each sequence's last token and choose the token after it.
 
         Args:
-            meanwhile: called once, when a device has been given the step; on a CPU before it is computed.
+            meanwhile: called once while a device computes, if `runs_beside`.
 
         Returns:
             One token per sequence, or the error that ends that sequence alone. Tokens are counted in its sampler.
@@ -94,8 +99,6 @@ class DecodeEngine:
             ]
             chosen = self._graphs.run(rows, meanwhile=meanwhile)
         else:
-            if meanwhile is not None:
-                meanwhile()
             chosen = self._computed(batch, states)
         for state, token in zip(states, chosen, strict=True):
             if isinstance(token, SampledToken):

@@ -1,8 +1,9 @@
 """The step thread: it alone owns the scheduler and the device, and it never waits for the network.
 
 Commands come by queue and are obeyed between two steps, never during one. What happened goes back to the event loop by
-call_soon_threadsafe, once per step for all sequences: it is said while the next step computes, because the loop, once
-woken, wants the interpreter that the step needs to be launched. With nothing to run the thread blocks on its queue.
+call_soon_threadsafe, once per step for all sequences. Where a device computes, it is said while the next step does: the
+loop, once woken, wants the interpreter that a step needs to be launched. With nothing to run the thread blocks on its
+queue.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvrelay.decode_node.scheduler import DecodeScheduler, Sequence
 
 log = logging.getLogger(__name__)
 AWAKE_EVERY_S = 0.02  # between empty steps while latents come in and nothing runs
+AWAKE_FOR_S = 0.25  # behind the last ones that came: layers of a long chunk are so far apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Leave:
 @dataclass(frozen=True, slots=True)
 class Wake:
     """Latents are coming in: an idle device is to be ready for their first step."""
+
+    lasting: bool = True  # for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,7 @@ class StepThread:
         self.chunk_times = TimeFit()  # x: tokens of a chunk, y: pairs of them with what they see
         self._busy_since_s: float | None = None  # last sign of progress; None while there is nothing to do
         self._last_step_s = -math.inf
+        self._awake_until_s = -math.inf
         self._untold: Stepped | None = None  # the last step
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
 
@@ -168,7 +173,8 @@ class StepThread:
     def keep_awake(self) -> None:
         """Run an empty step now and then while nothing else runs; told whenever latents have landed. Any thread.
 
-        A GPU that is left alone slows down, and the first step after that takes several times as long.
+        A GPU that is left alone slows down, and the first step after that takes several times as long. It goes on for
+        a while by itself, so that none has to begin just when the last latents have landed and a real step is near.
         """
         if self._busy_since_s is None:
             self._commands.put(Wake())
@@ -192,7 +198,7 @@ class StepThread:
                     self._extend(chunk)
                 if batch := self._scheduler.plan():
                     self._untold = self._step(batch)
-                if not len(self._scheduler):
+                if not (self._engine.runs_beside and len(self._scheduler)):
                     self._tell_last()
             self._tell_last()
         except Exception as err:  # the outermost edge of this thread
@@ -205,15 +211,20 @@ class StepThread:
             is_idle = not len(self._scheduler) and not len(self._prompts)
             if is_idle and self._commands.empty():
                 self._busy_since_s = None
+            is_awake = is_idle and self._clock() < self._awake_until_s
             try:
-                command = self._commands.get(block=is_idle)
+                command = self._commands.get(block=is_idle, timeout=AWAKE_EVERY_S if is_awake else None)
             except queue.Empty:
-                return True
+                if not is_idle:
+                    return True
+                command = Wake(lasting=False)
             self._busy_since_s = self._clock()
             match command:
                 case None:
                     return False
-                case Wake():
+                case Wake(lasting):
+                    if lasting:
+                        self._awake_until_s = self._clock() + AWAKE_FOR_S
                     if is_idle and self._clock() - self._last_step_s >= AWAKE_EVERY_S:
                         self._engine.keep_awake()
                         self._last_step_s = self._clock()

@@ -7,6 +7,7 @@ not raise (the endpoints pass them on with call_soon_threadsafe).
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections import OrderedDict
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 # our own writes are in flight it is three times as often: a notification goes out only when its poster polls.
 _POLL_READER_S = 0.001
 _POLL_WRITER_S = 0.0003
+# Nor may a reader be lazy while a request waits for the last parts of its prompt alone.
+_POLL_HURRIED_S = 0.0002
+_HURRY_S = 0.05  # then the parts are late, and a millisecond more matters little
 _POLL_CLOSED_S = 0.05  # for writes that nobody waits for any more: of a peer that neither takes nor fails them
 _VERIFY_BUDGET_S = 0.005
 # A longer gap between two polls (the thread was posting or verifying) counts as progress for no longer than this.
@@ -86,6 +90,7 @@ class TransferThread:
         self._landings = Landings(self.counters, clock)
         self._drains: list[_Drain] = []
         self._last_poll_s = clock()
+        self._hurry_until_s = -math.inf
         self._round_since_s: float | None = None  # begin of the round in work; None while the thread waits
         self._started: Future[Address] = Future()
         self._thread = threading.Thread(target=self._main, name="transfer", daemon=True)
@@ -173,6 +178,14 @@ class TransferThread:
         """Count further notices of this epoch as stale; with no epoch left, stop polling."""
         self._put(lambda _: self._landings.forget(key))
 
+    def hurry(self) -> None:
+        """Poll more often for a moment: what is still to land is waited for."""
+
+        def hurry_on_thread(_: Transport) -> None:
+            self._hurry_until_s = self._clock() + _HURRY_S
+
+        self._put(hurry_on_thread)
+
     def drain(self, seconds: float, done: Callable[[], None]) -> None:
         """Call `done` after this thread has polled for `seconds`: what a dead peer left in our sockets has landed."""
         self._put(lambda _: self._drains.append(_Drain(seconds, done)))
@@ -241,7 +254,7 @@ class TransferThread:
         if any(not outgoing.closed for outgoing in busy):
             return _POLL_WRITER_S
         if reads:
-            return _POLL_READER_S
+            return _POLL_HURRIED_S if self._clock() < self._hurry_until_s else _POLL_READER_S
         return _POLL_CLOSED_S if busy or lost else None
 
     def _step_writer(self, transport: Transport, key: str, outgoing: Outgoing) -> bool:

@@ -20,7 +20,7 @@ from kvrelay.kv_transfer.hub_values import AdmittedHandoff, HubCallbacks
 from kvrelay.kv_transfer.landing import Expected
 from kvrelay.kv_transfer.local import Limits, LocalPool
 from kvrelay.kv_transfer.notice import NoticeKey
-from kvrelay.kv_transfer.plan import part_ranges
+from kvrelay.kv_transfer.plan import PartRanges
 from kvrelay.kv_transfer.session import ReaderSession
 from kvrelay.kv_transfer.session_table import State
 from kvrelay.kv_transfer.transport import agent_name
@@ -111,33 +111,28 @@ class HubSessions:
         entry = Entry(session, key, slot, lease_s)
         self._entries[reservation.epoch] = self._by_request[reservation.request.request_id] = entry
         self.counters.add("sessions_reserved_total")
+        ranges = PartRanges(self._pool.layout, pages=reservation.pages, pool_pages=self._pool.num_pages)
         self._thread.expect(
             key,
             Expected(
                 agents=tuple(agent_name(reservation.writer, rank) for rank in range(reservation.ring_size)),
-                verify=lambda part: self._verify(reservation, part),
+                verify=lambda part: self._verify(reservation, ranges, part),
                 on_landed=lambda parts: self._from_thread(lambda: self._landed(entry, parts)),
             ),
         )
 
-    def _verify(self, reservation: Reservation, part: Part) -> bool:
+    def _verify(self, reservation: Reservation, ranges: PartRanges, part: Part) -> bool:
         """Runs on the transfer thread."""
         inside = part.tokens.intersect(reservation.relayed_tokens) == part.tokens
         if not inside or part.layer >= reservation.num_layers:
             return False
-        ranges = part_ranges(
-            layout=self._pool.layout,
-            layer=part.layer,
-            tokens=part.tokens,
-            pages=reservation.pages,
-            pool_pages=self._pool.num_pages,
-        )
-        return self._pool.checksum(ranges) == part.checksum
+        return self._pool.checksum(ranges.of(part.layer, part.tokens)) == part.checksum
 
     def _landed(self, entry: Entry, parts: Sequence[ev.PartLanded]) -> None:
-        self._callbacks.on_landed()
         for part in parts:
             self.feed_from_peer(entry, part)
+        if entry.session.state in _MAY_LAND:  # else the request has work for the device already
+            self._callbacks.on_landed()
 
     def feed_from_peer(self, entry: Entry, event: ev.Event) -> None:
         """Apply what a peer sent; what is stale is counted and changes nothing."""
@@ -161,6 +156,8 @@ class HubSessions:
         actions = session.handle(event, now_s=self._clock())
         if session.state is not before:
             self.counters.add(f"sessions_{session.state.value}_total")
+        if isinstance(event, ev.ManifestIn) and session.state in _MAY_LAND:
+            self._thread.hurry()
         if entry.listens and session.all_fenced and session.state not in _MAY_LAND:
             entry.listens = False
             self._thread.forget(entry.key)

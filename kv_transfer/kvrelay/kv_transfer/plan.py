@@ -17,6 +17,7 @@ from kvrelay.core.layout import PageLayout
 from kvrelay.core.shard import Span
 
 Pages = Mapping[int, int] | Sequence[int]  # prompt page -> page of a pool
+Ranges = tuple[tuple[int, int], ...]  # (offset_bytes, num_bytes) of a pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Route:
     Layers differ only by their slab, so the pages are walked once and not again for each layer.
     """
 
-    src_ranges: tuple[tuple[int, int], ...]  # (offset_bytes, num_bytes) in layer 0
+    src_ranges: Ranges  # (offset_bytes, num_bytes) in layer 0
     first_copies: CopyTable  # those of layer 0
     src_slab_bytes: int
     dst_slab_bytes: int
@@ -114,10 +115,9 @@ class Route:
         table = table_of(copies)
         return cls(ranges, table, src_pool_pages * layout.page_bytes, dst_pool_pages * layout.page_bytes)
 
-    def ranges(self, layer: int) -> tuple[tuple[int, int], ...]:
+    def ranges(self, layer: int) -> Ranges:
         """Return `part_ranges` of the source pool in this layer."""
-        step = layer * self.src_slab_bytes
-        return tuple((offset + step, num_bytes) for offset, num_bytes in self.src_ranges)
+        return _in_layer(self.src_ranges, layer * self.src_slab_bytes)
 
     def copies(self, layer: int) -> Copies:
         """Return the copies of the part of this layer."""
@@ -150,9 +150,24 @@ class Routes:
         return route
 
 
-def part_ranges(
-    *, layout: PageLayout, layer: int, tokens: Span, pages: Pages, pool_pages: int
-) -> tuple[tuple[int, int], ...]:
+class PartRanges:
+    """Where the parts of one prompt lie in one pool; a token range is walked when it is first named, not per layer."""
+
+    def __init__(self, layout: PageLayout, *, pages: Pages, pool_pages: int) -> None:
+        self._layout, self._pages, self._pool_pages = layout, pages, pool_pages
+        self._first_layer: dict[Span, Ranges] = {}
+
+    def of(self, layer: int, tokens: Span) -> Ranges:
+        """Return `part_ranges`."""
+        ranges = self._first_layer.get(tokens)
+        if ranges is None:
+            ranges = self._first_layer[tokens] = part_ranges(
+                layout=self._layout, layer=0, tokens=tokens, pages=self._pages, pool_pages=self._pool_pages
+            )
+        return _in_layer(ranges, layer * self._pool_pages * self._layout.page_bytes)
+
+
+def part_ranges(*, layout: PageLayout, layer: int, tokens: Span, pages: Pages, pool_pages: int) -> Ranges:
     """Return (offset_bytes, num_bytes) of a part's rows in one pool, in token order, neighbours merged."""
     ranges: list[tuple[int, int]] = []
     for page, row, num_bytes in _pieces(layout, tokens):
@@ -181,6 +196,10 @@ def owned_ranges(chunk: Span, owner_of_page: Sequence[int], *, rank: int, page_t
         else:
             spans.append(inside)
     return tuple(spans)
+
+
+def _in_layer(ranges: Ranges, step_bytes: int) -> Ranges:
+    return tuple((offset + step_bytes, num_bytes) for offset, num_bytes in ranges)
 
 
 def _pieces(layout: PageLayout, tokens: Span) -> Iterator[tuple[int, int, int]]:

@@ -221,12 +221,12 @@ class Leader:
             reason = FinishReason.STOP
         elif job.sampling.max_tokens == 1:
             reason = FinishReason.LENGTH
-        self._tell(key, FirstToken(chosen, reason))
         relay = self._worker.relay_of(key)
         if reason is not None or relay is None:
             self._ended_at_prefill.append(key)
-        else:
+        else:  # before the client is told: its second token waits for this
             relay.seal(first_token=chosen, cached_tokens=self._control.cached_tokens(key))
+        self._tell(key, FirstToken(chosen, reason))
 
     def _deliver(self, events: list[jobs.Event]) -> None:
         for event in events:

@@ -113,7 +113,9 @@ class RankWorker:
         self._more_counters = more_counters
         self._transfer_stuck_s = transfer_stuck_s
         self._requests: dict[str, _Request] = {}
-        self._relay_stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        # Checksums are short, and go before what is left of a long kernel: else they end with it, and the part waits.
+        on_gpu = pool.device.type == "cuda"
+        self._relay_stream = torch.cuda.Stream(pool.device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def bind_thread(self) -> None:
         """Let the calling thread compute; once, before its first step."""

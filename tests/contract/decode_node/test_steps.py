@@ -201,4 +201,12 @@ async def test_an_idle_device_is_kept_awake_now_and_then_while_latents_land(
         await asyncio.sleep(0.001)
 
     assert 3 <= len(empty) <= 1 + (time.monotonic() - began_s) / runner.AWAKE_EVERY_S
+    steps.thread.keep_awake()
+    told, before = time.monotonic(), len(empty)
+    await asyncio.sleep(0.8 * runner.AWAKE_FOR_S)
+    assert len(empty) >= before + 2  # nobody says so again: the next latents may be the last
+    await asyncio.sleep(runner.AWAKE_FOR_S)
+    most = before + 2 + runner.AWAKE_FOR_S / runner.AWAKE_EVERY_S
+    assert len(empty) <= most, f"{len(empty) - before} in {time.monotonic() - told:.2f} s"
+    assert steps.thread.stuck_s() == 0.0
     assert set(empty) == {"step"}
