@@ -180,7 +180,7 @@ async def test_pages_come_back_when_the_answer_to_an_attach_was_lost(kind: str, 
 async def test_a_fence_that_overtakes_its_hello_closes_the_epoch_to_it(kind: str, decode: Reader) -> None:
     with ring(kind) as [rank]:
         end = rank.endpoint(decode.reserve("r", writer=rank.writer))
-        said = decode_pb2.FencedRequest(rank=end._hello(), fenced=proof_to_pb(FenceProof.NOTHING_POSTED))
+        said = decode_pb2.FencedRequest(rank=end._stream.hello, fenced=proof_to_pb(FenceProof.NOTHING_POSTED))
         decode.hub.fenced(said)
         await until(lambda: decode.freed)
 
@@ -196,7 +196,7 @@ async def test_a_stream_that_was_not_let_in_does_not_speak_for_the_one_that_was(
         first, second = rank.endpoint(ticket), rank.endpoint(ticket)
         running = asyncio.create_task(first.run())
         await until(lambda: decode.hub.stats().sessions["attached"] == 1)
-        said = decode_pb2.FencedRequest(rank=second._hello(), fenced=proof_to_pb(FenceProof.NOTHING_POSTED))
+        said = decode_pb2.FencedRequest(rank=second._stream.hello, fenced=proof_to_pb(FenceProof.NOTHING_POSTED))
         with pytest.raises(StaleMessageError, match="another stream"):
             decode.hub.fenced(said)
         send_all(first)
@@ -211,7 +211,7 @@ async def test_a_late_fence_by_a_stranger_is_refused_and_one_that_nobody_waits_f
         end = rank.endpoint(ticket)
         running = asyncio.create_task(end.run())
         await until(lambda: decode.hub.stats().sessions["attached"] == 1)
-        said = decode_pb2.FencedRequest(rank=end._hello(), fenced=proof_to_pb(FenceProof.HANDLES_DONE))
+        said = decode_pb2.FencedRequest(rank=end._stream.hello, fenced=proof_to_pb(FenceProof.HANDLES_DONE))
         other = decode_pb2.FencedRequest.FromString(said.SerializeToString())
         other.rank.one_time_token = bytes(16)
         with pytest.raises(StaleMessageError):

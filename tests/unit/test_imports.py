@@ -38,6 +38,7 @@ PURE = {
     "kvrelay.core.types",
     "kvrelay.decode_node.admission",
     "kvrelay.decode_node.scheduler",
+    "kvrelay.kv_transfer.attached_rank",
     "kvrelay.kv_transfer.plan",
     "kvrelay.kv_transfer.session",
     "kvrelay.kvcache.allocator",

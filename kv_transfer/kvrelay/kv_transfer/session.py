@@ -8,36 +8,18 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvrelay.core.errors import InvalidRequestError, LayoutMismatchError, StaleMessageError
 from kvrelay.kv_transfer import session_events as ev
+from kvrelay.kv_transfer.attached_rank import AttachedRank
 from kvrelay.kv_transfer.coverage import Coverage
 from kvrelay.kv_transfer.session_events import Action, Event
 from kvrelay.kv_transfer.session_table import TRANSITIONS, State
-from kvrelay.kv_transfer.values import FenceProof, Manifest, Part, Reservation
+from kvrelay.kv_transfer.values import FenceProof, Manifest, Reservation
 
 _BEFORE_ADMISSION = frozenset({State.RESERVED, State.ATTACHED, State.RECEIVING, State.SEALED})
 _AWAITS_FENCES = frozenset({State.RELEASED, State.ABORTING})
-# A notice follows its write within milliseconds; of a rank whose writes have all ended nothing more comes after this.
-_LOST_AFTER_S = 2.0
-
-
-@dataclass(slots=True)
-class _Rank:
-    """One attached rank."""
-
-    stream_id: bytes
-    stream_open: bool = True
-    listed: dict[int, Part] | None = None  # its manifest
-    landed: dict[int, Part] = field(default_factory=dict)  # verified parts
-    proof: FenceProof | None = None
-    quiet_since_s: float | None = None  # all its writes have ended, and nothing landed since
-
-    @property
-    def complete(self) -> bool:
-        # Every landed part is a listed one, so equal numbers mean equal sets.
-        return self.listed is not None and len(self.landed) == len(self.listed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +51,7 @@ class ReaderSession:
         self._deadline_s = deadline_s
         self._lease_until_s = lease_until_s
         self._fence_timeout_s = fence_timeout_s
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, AttachedRank] = {}
         self._coverage = Coverage(reservation.relayed_tokens, num_layers=reservation.num_layers)
 
     @property
@@ -155,7 +137,7 @@ class ReaderSession:
             raise LayoutMismatchError(
                 f"{self._name}: layout {event.fingerprint.hex()} of the writer, {ours.fingerprint.hex()} here"
             )
-        self._ranks[event.rank] = _Rank(event.stream_id)
+        self._ranks[event.rank] = AttachedRank(event.stream_id)
         if self.state is State.RESERVED:
             self.state = State.ATTACHED
         return [ev.SendAttached(event.rank)]
@@ -168,15 +150,11 @@ class ReaderSession:
         if rank.landed.get(part.part_id) == part:
             self.num_duplicates += 1
             return []
-        refusal = self._coverage.refusal(part.layer, part.tokens)
-        if refusal is not None or part.part_id in rank.landed:
-            return self._abort(f"{name}: {refusal or 'announced twice, differently'}", now_s)
-        if rank.listed is not None and rank.listed.get(part.part_id) != part:
-            return self._abort(f"{name}: not what the manifest says", now_s)
+        refusal = self._coverage.refusal(part.layer, part.tokens) or rank.refusal_of_part(part)
+        if refusal is not None:
+            return self._abort(f"{name}: {refusal}", now_s)
         self._coverage.add(part.layer, part.tokens)
-        rank.landed[part.part_id] = part
-        if rank.proof is not None:
-            rank.quiet_since_s = now_s
+        rank.add_part(part, now_s)
         self.landed_tokens += part.tokens.num_tokens
         if self.times.manifest_s is None or event.verified_at_s <= self.times.manifest_s:
             self.early_tokens += part.tokens.num_tokens
@@ -189,17 +167,15 @@ class ReaderSession:
         name = f"rank {manifest.rank}"
         if rank.listed is not None:
             raise StaleMessageError(f"{self._name}: a second manifest of {name}")
-        listed = {part.part_id: part for part in manifest.parts}
-        if len(listed) != len(manifest.parts):
-            return self._abort(f"{name}: its manifest names a part twice", now_s)
-        if any(listed.get(part_id) != part for part_id, part in rank.landed.items()):
-            return self._abort(f"{name}: a part landed that is not what the manifest says", now_s)
+        refusal = rank.refusal_of_manifest(manifest)
+        if refusal is not None:
+            return self._abort(f"{name}: {refusal}", now_s)
         if manifest.rank == 0:
             if manifest.first_token is None and self.reservation.wants_token:
                 return self._abort("the manifest of rank 0 has no first token", now_s)
             self.first_manifest = manifest
             self.times = Times(now_s, self.times.last_landed_s)
-        rank.listed = listed
+        rank.add_manifest(manifest)
         return self._receive(now_s)
 
     def _receive(self, now_s: float) -> list[Action]:
@@ -301,16 +277,14 @@ class ReaderSession:
 
     def _if_lost(self, event: ev.Tick, now_s: float) -> list[Action]:
         """Give up when a rank has seen all its writes end and yet a part of it was not announced here."""
+        # Parts that wait to be verified are not lost, however long the queue.
+        heard_until_s = min(now_s, event.caught_up_s)
         for number, rank in self._ranks.items():
-            # Parts that wait to be verified are not lost, however long the queue.
-            heard_until_s = min(now_s, event.caught_up_s)
-            quiet_s = 0.0 if rank.quiet_since_s is None else heard_until_s - rank.quiet_since_s
-            if quiet_s >= _LOST_AFTER_S and rank.listed is not None and not rank.complete:
-                missing = len(rank.listed) - len(rank.landed)
-                return self._abort(f"rank {number}: {missing} of its {len(rank.listed)} parts never landed", now_s)
+            if (lost := rank.lost(heard_until_s)) is not None:
+                return self._abort(f"rank {number}: {lost}", now_s)
         return []
 
-    def _attached(self, number: int) -> _Rank:
+    def _attached(self, number: int) -> AttachedRank:
         if number not in self._ranks:
             raise StaleMessageError(f"{self._name}: rank {number} has not attached")
         return self._ranks[number]

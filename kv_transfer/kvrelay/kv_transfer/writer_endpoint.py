@@ -1,4 +1,4 @@
-"""One rank's end of one hand-off: the Attach stream on one side, the transfer thread on the other.
+"""One rank's end of one hand-off: the session between the Attach stream and the transfer thread.
 
 Create it and run it on the event loop; the step thread adds parts and seals.
 """
@@ -8,43 +8,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextvars import copy_context
 
-from grpc import aio
-
 from kvrelay.core.clock import Clock, monotonic
-from kvrelay.core.errors import StaleMessageError, UnavailableError
-from kvrelay.core.grpc_status import from_rpc_error
+from kvrelay.core.errors import StaleMessageError
 from kvrelay.core.shard import Span
 from kvrelay.core.supervise import keep
 from kvrelay.core.types import Counters, Incarnation, SampledToken
 from kvrelay.kv_transfer import writer_table as wt
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.fence_cells import cell_of
-from kvrelay.kv_transfer.late_word import say_fenced
 from kvrelay.kv_transfer.local import Limits, LocalPool
 from kvrelay.kv_transfer.notice import Notice, NoticeKey, encode
 from kvrelay.kv_transfer.outcome import Failed, Outcome, Settled
 from kvrelay.kv_transfer.outgoing import Posting, TransferEvent
 from kvrelay.kv_transfer.plan import Pages, Routes
 from kvrelay.kv_transfer.ticket import open_ticket
-from kvrelay.kv_transfer.values import FenceProof, Manifest, Part
-from kvrelay.kv_transfer.wire import (
-    address_to_pb,
-    manifest_to_pb_on_loop,
-    proof_to_pb,
-)
+from kvrelay.kv_transfer.values import Part
+from kvrelay.kv_transfer.wire import address_to_pb
 from kvrelay.kv_transfer.writer_session import WriterSession
+from kvrelay.kv_transfer.writer_stream import WriterStream
 from kvrelay.proto.convert import incarnation_to_pb
-from kvrelay.proto.server import connect
-from kvrelay.proto.v1 import decode_pb2_grpc, handoff_pb2
+from kvrelay.proto.v1 import handoff_pb2
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.1
-_GOODBYE_S = 2.0  # for decode to read our last words
 
 
 class WriterEndpoint:
@@ -80,9 +71,8 @@ class WriterEndpoint:
         opened = open_ticket(ticket, writer=writer, rank=rank, layout=pool.layout)
         self._ticket, self._address = ticket, opened.address
         self._writer, self._rank, self._pool = writer, rank, pool.summing(opened.checksum_kind)
-        self._thread, self._counters, self._clock, self._limits = thread, counters, clock, limits
+        self._thread, self._counters, self._clock = thread, counters, clock
         self._notice_key = NoticeKey.of(opened.epoch, opened.request)
-        self._destination = opened.destination_digest
         # A ticket may be used twice, by mistake or on purpose: decode lets in one of the two, and each has its own key.
         self._context = copy_context()  # of the request: what other threads cause is logged under its id
         self._key = f"{opened.epoch}/{rank}/{secrets.token_hex(4)}"
@@ -92,7 +82,6 @@ class WriterEndpoint:
             fence_timeout_s=limits.fence_timeout_s,
         )
         self._loop = asyncio.get_running_loop()
-        self._outbox: asyncio.Queue[handoff_pb2.WriterEvent | Manifest | None] = asyncio.Queue()
         self._postings: dict[int, Posting] = {}
         self._routes = Routes(  # of the thread that adds parts
             pool.layout,
@@ -104,12 +93,16 @@ class WriterEndpoint:
         self._relayed_bytes = 0
         self._writer_open = False
         self._ticker: asyncio.Task[None] | None = None
-        self._proof: FenceProof | None = None  # of our fence, once there is one
-        self._stream_id = secrets.token_bytes(8)
-        self._attached = False
-        self._refused = False  # decode has let in nobody, or another one
-        self._converses = True  # what is put into the outbox will be said
-        self._late: asyncio.Task[None] | None = None
+        self._stream = WriterStream(
+            self._hello(opened.destination_digest),
+            endpoint=ticket.decode_endpoint,
+            row_bytes=pool.layout.row_bytes,
+            on_event=self._feed,
+            counters=counters,
+            limits=limits,
+            name=self._key,
+            clock=clock,
+        )
         self.done: asyncio.Future[Outcome] = self._loop.create_future()
         self.sources_free: asyncio.Future[None] = self._loop.create_future()
 
@@ -168,50 +161,17 @@ class WriterEndpoint:
 
     async def run(self) -> Outcome:
         """Attach and stay until the end; return what `done` resolves with. To stop it early, use `abort`."""
-        self._ticker = keep(self._tick(), name=f"ticks of {self._key}")
-        limits = self._limits
-        async with connect(
-            self._ticket.decode_endpoint, max_message_bytes=limits.max_message_bytes, tls=limits.tls
-        ) as channel:
-            conversation = keep(self._converse(channel), name=f"conversation of {self._key}")
-            outcome = await asyncio.shield(self.done)
-            self._ticker.cancel()
-            self._outbox.put_nowait(None)
-            await asyncio.wait((conversation,), timeout=_GOODBYE_S)
-            conversation.cancel()
-            await asyncio.wait((conversation,))
-        return outcome
+        self._ticker = ticker = keep(self._tick(), name=f"ticks of {self._key}")
+        self.done.add_done_callback(lambda _: ticker.cancel())
+        await self._stream.run(self.done)
+        return self.done.result()
 
     async def _tick(self) -> None:
         while not self.done.done():  # also when `run` was cancelled: the fence must come to an end
             await asyncio.sleep(_TICK_S)
             self._feed(wt.Tick())
 
-    async def _converse(self, channel: aio.Channel) -> None:
-        why, heard_all = "decode ended the stream", False
-        try:
-            async for event in decode_pb2_grpc.DecodeNodeStub(channel).Attach(self._say()):
-                self._hear(event)
-            heard_all = True
-        except aio.AioRpcError as err:
-            lost = from_rpc_error(err, peer=self._ticket.decode_endpoint)
-            why, heard_all = str(lost), not isinstance(lost, UnavailableError)
-            self._refused = heard_all and not self._attached
-        finally:
-            self._converses = False
-            if not heard_all:
-                self._say_late()
-        self._feed(wt.StreamLost(why))
-
-    async def _say(self) -> AsyncIterator[handoff_pb2.WriterEvent]:
-        yield handoff_pb2.WriterEvent(hello=self._hello())
-        while (event := await self._outbox.get()) is not None:
-            if isinstance(event, Manifest):
-                manifest = await manifest_to_pb_on_loop(event, row_bytes=self._pool.layout.row_bytes)
-                event = handoff_pb2.WriterEvent(manifest=manifest)
-            yield event
-
-    def _hello(self) -> handoff_pb2.AttachHello:
+    def _hello(self, destination_digest: bytes) -> handoff_pb2.AttachHello:
         return handoff_pb2.AttachHello(
             epoch=self._ticket.epoch,
             request=self._ticket.request,
@@ -220,21 +180,9 @@ class WriterEndpoint:
             one_time_token=self._ticket.one_time_token,
             layout_fingerprint=self._pool.layout.fingerprint,
             address=address_to_pb(self._thread.address),
-            destination_digest=self._destination,
-            stream_id=self._stream_id,
+            destination_digest=destination_digest,
+            stream_id=secrets.token_bytes(8),
         )
-
-    def _hear(self, event: handoff_pb2.ReaderEvent) -> None:
-        match event.WhichOneof("event"):
-            case "attached":
-                self._attached = True
-                self._feed(wt.Attached())
-            case "admitted":
-                self._feed(wt.Admitted())
-            case "abort":
-                self._feed(wt.GiveUp(f"decode gave up: {event.abort.reason}", tell_reader=False))
-            case _:
-                pass  # closed: the reader is done with everybody; nothing follows for us
 
     def _add(self, part: Part, posting: Posting) -> None:
         self._postings[part.part_id] = posting
@@ -266,15 +214,12 @@ class WriterEndpoint:
             case wt.StopAndFence():
                 self._thread.fence(self._key)
             case wt.SendManifest():
-                self._outbox.put_nowait(action.of_rank(self._rank))
+                self._stream.say_manifest(action.of_rank(self._rank))
             case wt.SendAbort():
-                self._outbox.put_nowait(handoff_pb2.WriterEvent(abort=handoff_pb2.WriterAbort(reason=action.reason)))
+                self._stream.say_abort(action.reason)
             case wt.SendFenced():
                 self._counters.add(f"fences_{action.proof.value}_total")
-                self._proof = action.proof
-                self._outbox.put_nowait(handoff_pb2.WriterEvent(fenced=proof_to_pb(action.proof)))
-                if not self._converses:
-                    self._say_late()
+                self._stream.say_fence(action.proof)
             case wt.FreeSources():
                 self._postings.clear()
                 if not self.sources_free.done():
@@ -283,18 +228,6 @@ class WriterEndpoint:
                 self._end(Settled(self._relayed_bytes))
             case wt.Fail():
                 self._end(Failed(action.reason, action.stuck))
-
-    def _say_late(self) -> None:
-        """Say the fence, if there is one yet, outside of a stream that may have lost it.
-
-        Also when decode's yes was not heard: it may have been said. Whoever was refused has no fence to speak of.
-        """
-        if not self._refused and self._proof is not None and self._late is None:
-            self._counters.add("fences_said_late_total")
-            told = say_fenced(
-                self._ticket.decode_endpoint, self._hello(), self._proof, limits=self._limits, clock=self._clock
-            )
-            self._late = keep(told, name=f"fence of {self._key}")
 
     def _end(self, outcome: Outcome) -> None:
         kind = "settled" if isinstance(outcome, Settled) else "stuck" if outcome.stuck else "failed"

@@ -226,7 +226,7 @@ SABOTAGES: dict[str, tuple[Change, ...]] = {
     "nothing_verified": (
         Change("kv_transfer.hub_sessions", "HubSessions._verify", _always(True)),
         Change("kv_transfer.coverage", "Coverage.complete", _as_property(True)),
-        Change("kv_transfer.session", "_Rank.complete", _when_listed),
+        Change("kv_transfer.attached_rank", "AttachedRank.complete", _when_listed),
     ),
     # Not a breakage that a test must notice, but what the safety machinery's cost is measured against.
     "safety_off": (
