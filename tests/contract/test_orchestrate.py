@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
+from kvrelay.core.clock import Deadline
 from kvrelay.core.errors import (
     CapacityError,
     DeadlineError,
@@ -14,11 +16,12 @@ from kvrelay.core.errors import (
     Status,
     UnavailableError,
 )
-from kvrelay.core.types import FinishReason, Incarnation, Role
+from kvrelay.core.types import FinishReason, Incarnation, Role, Sampling
 from kvrelay.proto import convert
 from kvrelay.proto.v1 import prefill_pb2
 from kvrelay.router.legs import Legs
-from kvrelay.router.orchestrate import EndEvent, Event, PlacedEvent, PromptEvent, TokensEvent
+from kvrelay.router.orchestrate import EndEvent, Event, Job, PlacedEvent, PromptEvent, TokensEvent
+from kvrelay.router.timesplit import RequestTimer
 from orchestrate_stage import ANSWER, PlayedDecode, PlayedPrefill, Stage, playing, run, tokens_of
 
 
@@ -38,6 +41,19 @@ async def test_the_first_token_comes_from_prefill_and_the_rest_from_decode() -> 
     assert parts + split.delivery_ms == pytest.approx(split.ttft_ms)
     hand_off = split.exposed_relay_ms + split.verify_ms + split.admit_ms + split.first_step_ms
     assert hand_off == pytest.approx(split.second_token_ms - split.ttft_ms)
+
+
+async def test_prefill_has_the_prompt_while_the_client_is_still_being_told_of_its_place() -> None:
+    stage = Stage([PlayedPrefill()], [PlayedDecode()])
+    job = Job("r", np.arange(100, dtype=np.int32), Sampling(max_tokens=6))
+    async with playing(stage) as orchestrator:
+        run_of_job = orchestrator.start(job, timer=RequestTimer(), deadline=Deadline.after(20.0))
+        events = run_of_job.events()
+        assert isinstance(await anext(events), PlacedEvent)
+        async with asyncio.timeout(5):
+            while not stage.prefill[0].calls:  # noqa: ASYNC110 - nobody asks for the next event meanwhile
+                await asyncio.sleep(0.01)
+        assert tokens_of([event async for event in events]) == ANSWER
 
 
 async def test_a_prompt_that_decode_completes_itself_needs_no_prefill() -> None:

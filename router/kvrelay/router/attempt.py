@@ -130,13 +130,15 @@ class Attempt:
 
     def start(self) -> None:
         """Open both streams, or decode's alone."""
-        timeout_s = self._deadline.remaining_s()
+        if not self.is_local:
+            self._start_prefill()  # the first token waits for it; decode has nothing to say before
         if self._placed.decode is not None and self._ticket is not None:
             decode = self._shared.peers.decode(self._placed.decode)
             request = decode_pb2.DecodeRequest(request=self._ref, epoch=self._ticket.epoch)
+            timeout_s = self._deadline.remaining_s()
             self._legs.start(Role.DECODE, decode.Decode(request, timeout=timeout_s, metadata=tracing.outgoing()))
-        if self.is_local:
-            return
+
+    def _start_prefill(self) -> None:
         node = self._placed.prefill
         prefill = self._shared.peers.prefill(node)
         self._begun.add(Role.PREFILL)
@@ -152,7 +154,7 @@ class Attempt:
                 prefix_seed=self._placed.prefix_seed,
                 pull_from=_pull_to_pb(self._placed.pull_from),
             ),
-            timeout=timeout_s,
+            timeout=self._deadline.remaining_s(),
             metadata=tracing.outgoing(),
         )
         self._hold(Role.PREFILL, node)

@@ -41,7 +41,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Grantor:
-    channel: grpc.Channel
+    channel: grpc.Channel | None = None  # made by the lease thread: a request does not wait for it
     held: dict[str, _Held] = field(default_factory=dict)
 
 
@@ -66,7 +66,7 @@ class LeaseKeeper:
         self._stopping.set()
         self._thread.join()
         for grantor in self._grantors.values():
-            grantor.channel.close()
+            _close(grantor)
 
     def stuck_s(self) -> float:
         """Return for how long the thread is late. Any thread."""
@@ -74,11 +74,7 @@ class LeaseKeeper:
 
     def hold(self, peer: Peer, request_id: str, on_lost: OnLost) -> None:
         with self._lock:
-            grantor = self._grantors.get(peer)
-            if grantor is None:
-                channel = connect_blocking(peer.endpoint, max_message_bytes=self._max_message_bytes, tls=self._tls)
-                grantor = self._grantors[peer] = _Grantor(channel)
-            grantor.held[request_id] = _Held(on_lost)
+            self._grantors.setdefault(peer, _Grantor()).held[request_id] = _Held(on_lost)
 
     def drop(self, peer: Peer, request_id: str) -> None:
         with self._lock:
@@ -100,8 +96,12 @@ class LeaseKeeper:
         calls = []
         with self._lock:
             for peer in [peer for peer, grantor in self._grantors.items() if not grantor.held]:
-                self._grantors.pop(peer).channel.close()
+                _close(self._grantors.pop(peer))
             for peer, grantor in self._grantors.items():
+                if grantor.channel is None:
+                    grantor.channel = connect_blocking(
+                        peer.endpoint, max_message_bytes=self._max_message_bytes, tls=self._tls
+                    )
                 request = common_pb2.RenewRequest(
                     holder=convert.incarnation_to_pb(self._holder), request_ids=list(grantor.held)
                 )
@@ -124,6 +124,11 @@ class LeaseKeeper:
                 entry.unknown_before = request_id in unknown
         for on_lost in lost:
             on_lost()
+
+
+def _close(grantor: _Grantor) -> None:
+    if grantor.channel is not None:
+        grantor.channel.close()
 
 
 def _stub(peer: Peer, channel: grpc.Channel) -> prefill_pb2_grpc.PrefillNodeStub | decode_pb2_grpc.DecodeNodeStub:

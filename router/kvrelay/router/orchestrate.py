@@ -180,10 +180,10 @@ class Run:
             self.is_local = attempt.is_local
             if placed.is_local and not attempt.is_local:
                 placed.handed_over()
+            attempt.start()  # first of all: the nodes work while the client is told
             if not self._admitted:
                 self._admitted = True
                 yield PlacedEvent(placed, attempt.is_local)
-            attempt.start()
             async with aclosing(self._follow(attempt)) as events:
                 async for event in events:
                     yield event
