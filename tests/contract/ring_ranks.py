@@ -20,9 +20,11 @@ from kvrelay.model.checkpoint import load_model
 from kvrelay.model.transformer import Model
 from kvrelay.prefill_node.chunk_plan import ChunkPlanner
 from kvrelay.prefill_node.control import RingControl
+from kvrelay.prefill_node.follower import follow
 from kvrelay.prefill_node.group import RingGroup, form, serve_store
+from kvrelay.prefill_node.job_events import Done, Failed, FirstToken, JobEvent
 from kvrelay.prefill_node.jobs import Job
-from kvrelay.prefill_node.leader import Done, Failed, FirstToken, JobEvent, Leader, follow
+from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.pages import RingPages
 from kvrelay.prefill_node.rank import RankWorker
 from kvrelay.prefill_node.ring import Ring

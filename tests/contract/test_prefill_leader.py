@@ -15,8 +15,9 @@ from kvrelay.core.types import Counters, Sampling
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.checkpoint import load_model
 from kvrelay.prefill_node.chunk_plan import ChunkPlanner
+from kvrelay.prefill_node.job_events import FirstToken, JobEvent
 from kvrelay.prefill_node.jobs import Job
-from kvrelay.prefill_node.leader import FirstToken, JobEvent, Leader
+from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.rank import RankWorker
 from kvrelay.prefill_node.ring import Ring
 from kvrelay.proto.v1 import handoff_pb2

@@ -15,7 +15,7 @@ from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model import transformer
 from kvrelay.model.checkpoint import load_model
 from kvrelay.model.single import SingleEngine
-from kvrelay.prefill_node.leader import FirstToken
+from kvrelay.prefill_node.job_events import FirstToken
 from oracle_data import oracle_folder, recording
 
 MODELS = ("v3_noaux", "v3_odd_dims")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from contract.ring_ranks import Case, Outcome, alone, launch
-from kvrelay.prefill_node.leader import Done, Failed, FirstToken, Progress
+from kvrelay.prefill_node.job_events import Done, Failed, FirstToken, Progress
 from oracle_data import FOLDER
 
 MODELS = ("v2_lite_greedy", "v3_noaux", "v3_dynamic_ntk", "v3_odd_dims")

@@ -10,21 +10,20 @@ import logging
 import math
 import queue
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from kvrelay.core.clock import Clock, monotonic
-from kvrelay.core.errors import ServeError, TransferError
+from kvrelay.core.errors import TransferError
 from kvrelay.core.types import Counters, LinkState
 from kvrelay.kv_transfer.landing import Expected, Landings
-from kvrelay.kv_transfer.link_end import LinkEnd
 from kvrelay.kv_transfer.links import Links
 from kvrelay.kv_transfer.notice import NoticeKey
 from kvrelay.kv_transfer.outgoing import OnTransferEvents, Outgoing, Posting
 from kvrelay.kv_transfer.packing import Packer
 from kvrelay.kv_transfer.transport import Address, Transport
+from kvrelay.kv_transfer.writers import Writers
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +82,8 @@ class TransferThread:
         self._packer = packer
         self._clock = clock
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._outgoing: dict[str, Outgoing] = {}
         self._links = Links(self.counters, expected_routes=expected_routes, clock=clock)
-        self._max_idle_peers = max_idle_peers
-        self._idle_peers: OrderedDict[str, None] = OrderedDict()  # connected, but no writer is open; oldest first
+        self._writers = Writers(self._links, self.counters, max_idle_peers=max_idle_peers, clock=clock)
         self._landings = Landings(self.counters, clock)
         self._drains: list[_Drain] = []
         self._last_poll_s = clock()
@@ -121,11 +118,7 @@ class TransferThread:
     def is_idle(self) -> bool:
         """No write of ours is in flight, and no peer's write is expected or waited for. Any thread."""
         return not (
-            self._outgoing
-            or self._drains
-            or self._landings.open_epochs
-            or self._round_since_s
-            or self._commands.qsize()
+            self._writers or self._drains or self._landings.open_epochs or self._round_since_s or self._commands.qsize()
         )
 
     @property
@@ -149,24 +142,24 @@ class TransferThread:
                 address.agent_name, fence_cell, fence_value, on_events,
                 meter=meter, packer=self._packer, clock=self._clock,
             )  # fmt: skip
-            self._open_writer(transport, key, address, outgoing)
+            self._writers.open(transport, key, address, outgoing)
 
         self._put(open_on_thread)
 
     def post_part(self, key: str, posting: Posting) -> None:
-        self._put(lambda _: self._outgoing[key].add(posting))
+        self._put(lambda _: self._writers[key].add(posting))
 
     def finish(self, key: str) -> None:
         """No part will follow: report Drained when every handle has ended."""
-        self._put(lambda _: self._outgoing[key].finish())
+        self._put(lambda _: self._writers[key].finish())
 
     def fence(self, key: str) -> None:
         """Drop what is not posted and prove that nothing more lands: FenceDone or FenceFailed, and Drained."""
-        self._put(lambda _: self._outgoing[key].stop_and_fence())
+        self._put(lambda _: self._writers[key].stop_and_fence())
 
     def close_writer(self, key: str) -> None:
         """Forget a writer once all its handles have ended; until then they are watched, for Drained."""
-        self._put(lambda _: self._close_writer(key))
+        self._put(lambda _: self._writers.close(key))
 
     # ---- as a reader ----
 
@@ -233,11 +226,8 @@ class TransferThread:
 
     def _step(self, transport: Transport) -> float | None:
         """Do one round and return how long to wait before the next one; None = until there is a command."""
-        moved = False
-        for key, outgoing in list(self._outgoing.items()):
-            moved |= self._step_writer(transport, key, outgoing)
-        lost = [outgoing for outgoing in self._outgoing.values() if outgoing.awaits_link_end]
-        self._step_lost(transport, lost)
+        moved = self._writers.step(transport)
+        lost = self._writers.give_up_lost(transport)
         reads = self._landings.open_epochs > 0 or bool(self._drains) or self._landings.has_backlog
         if reads or lost:
             asked_s = self._clock()
@@ -250,65 +240,11 @@ class TransferThread:
                 self.caught_up_s = asked_s
         if moved or self._landings.has_backlog:
             return 0
-        busy = [one for one in self._outgoing.values() if one.busy and not one.awaits_link_end]
-        if any(not outgoing.closed for outgoing in busy):
+        if self._writers.is_busy:
             return _POLL_WRITER_S
         if reads:
             return _POLL_HURRIED_S if self._clock() < self._hurry_until_s else _POLL_READER_S
-        return _POLL_CLOSED_S if busy or lost else None
-
-    def _step_writer(self, transport: Transport, key: str, outgoing: Outgoing) -> bool:
-        moved = outgoing.step(transport, self.counters)
-        if outgoing.has_landed:
-            self._links.note_route(transport, outgoing.peer, outgoing.meter)
-        if outgoing.closed and not outgoing.busy:
-            del self._outgoing[key]
-            if all(other.peer != outgoing.peer for other in self._outgoing.values()):
-                self._note_idle(transport, outgoing)
-        return moved
-
-    def _step_lost(self, transport: Transport, lost: list[Outgoing]) -> None:
-        """Give up links whose fence could not be written, and report when they can deliver nothing more."""
-        for one in lost:
-            if one.link_end is not None:
-                if one.link_end.is_over():
-                    log.info("the link to %s has ended: nothing of it can land any more", one.peer)
-                    one.link_has_ended()
-                continue
-            if any(other.peer == one.peer and other.in_flight for other in self._outgoing.values()):
-                continue  # these are on their way to fail too
-            log.warning("the link to %s is given up: no fence could be written", one.peer)
-            self._disconnect(transport, one.peer)
-            end = LinkEnd(self._clock)
-            for other in lost:
-                if other.peer == one.peer and other.link_end is None:
-                    other.link_end = end
-
-    def _note_idle(self, transport: Transport, last: Outgoing) -> None:
-        """Keep the connection to a peer whose last writer has ended, if it is worth it."""
-        if last.failure is not None:
-            self._disconnect(transport, last.peer)  # so that the next hand-off connects afresh
-            return
-        self._idle_peers[last.peer] = None
-        if len(self._idle_peers) > self._max_idle_peers:
-            self._disconnect(transport, self._idle_peers.popitem(last=False)[0])
-
-    def _disconnect(self, transport: Transport, peer: str) -> None:
-        transport.disconnect(peer)
-        self._links.disconnected(peer)
-
-    def _open_writer(self, transport: Transport, key: str, address: Address, outgoing: Outgoing) -> None:
-        assert key not in self._outgoing, f"writer {key} is open already"
-        self._outgoing[key] = outgoing
-        self._idle_peers.pop(outgoing.peer, None)
-        try:
-            transport.connect(address)
-        except ServeError as err:
-            outgoing.on_events(outgoing.fail(str(err)))
-
-    def _close_writer(self, key: str) -> None:
-        if key in self._outgoing:
-            self._outgoing[key].closed = True
+        return _POLL_CLOSED_S if lost or self._writers.has_leftovers else None
 
     def _count_progress(self) -> None:
         now_s = self._clock()

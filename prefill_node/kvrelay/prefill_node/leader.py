@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import RequestCancelledError, ServeError, TransferError
 from kvrelay.core.time_fit import TimeFit
-from kvrelay.core.types import Counters, FinishReason, PromptLogprobs, SampledToken
+from kvrelay.core.types import Counters, FinishReason
 from kvrelay.model.sampler import SamplerState, sample
 from kvrelay.prefill_node import jobs
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.group import RingGroup
+from kvrelay.prefill_node.job_events import Done, Failed, FirstToken, JobEvent, Progress, Sink, Started
 from kvrelay.prefill_node.jobs import Job
 from kvrelay.prefill_node.prompt_logprobs import join
 from kvrelay.prefill_node.pushes import Push
@@ -29,37 +30,6 @@ IDLE_TICK_S = 2.0  # keeps the ring's waits under the group timeout
 BUSY_TICK_S = 0.05  # first wait while closes or waits for room are pending; longer and longer while nothing changes
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    cached_tokens: int
-    queue_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    prefilled_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    token: SampledToken
-    finish_reason: FinishReason | None  # set when the request ends with this token
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Nothing is left to do for the client."""
-
-    relayed_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    error: ServeError
-
-
-JobEvent = Started | Progress | PromptLogprobs | FirstToken | Done | Failed
-Sink = Callable[[JobEvent], object]
 CacheListener = Callable[[jobs.CacheChanged], object]
 
 
@@ -318,18 +288,3 @@ class Leader:
             queued_tokens=self._control.queued_tokens(),
             has_work=computing or self._control.has_chunk,
         )
-
-
-def follow(worker: RankWorker, group: RingGroup) -> None:
-    """The step thread of every other rank: obey until told to exit.
-
-    Raises:
-        RingError, RuntimeError: rank 0 or a neighbour is lost; this process must exit.
-    """
-    worker.bind_thread()
-    while True:
-        step = ring_pb2.RingStep.FromString(group.receive())
-        result = worker.run(step, lambda: False)
-        group.send_to_leader(result.report.SerializeToString())
-        if step.shutdown:
-            return

@@ -26,8 +26,8 @@ from kvrelay.core.supervise import watch_loop, watch_threads
 from kvrelay.core.types import Counters, Incarnation, Role
 from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node.app import serve
+from kvrelay.prefill_node.follower import follow
 from kvrelay.prefill_node.group import RingGroup, form, serve_store, spawn_ranks
-from kvrelay.prefill_node.leader import follow
 from kvrelay.prefill_node.serving import RingStart
 from kvrelay.prefill_node.settings import PrefillSettings, RankPlace, rank_place
 from kvrelay.prefill_node.step_thread import start_step_thread

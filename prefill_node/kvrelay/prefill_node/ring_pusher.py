@@ -7,7 +7,8 @@ import secrets
 
 from kvrelay.core.types import Counters
 from kvrelay.kv_transfer.wire import request_from_pb
-from kvrelay.prefill_node.leader import Failed, JobEvent, Leader
+from kvrelay.prefill_node.job_events import Failed, JobEvent
+from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.pushes import Push
 from kvrelay.proto.convert import epoch_from_pb
 from kvrelay.proto.v1 import blocks_pb2

@@ -27,8 +27,9 @@ from kvrelay.core.layout import PageLayout
 from kvrelay.core.sampling_limits import check_sampling
 from kvrelay.core.types import Counters, Incarnation
 from kvrelay.prefill_node.control import RingControl
+from kvrelay.prefill_node.job_events import Done, Failed, FirstToken, JobEvent, Progress
 from kvrelay.prefill_node.jobs import Job, job_key
-from kvrelay.prefill_node.leader import Done, Failed, FirstToken, JobEvent, Leader, Progress
+from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.leases import Leases
 from kvrelay.prefill_node.messages import event_to_pb, source_of
 from kvrelay.prefill_node.puller import Puller, PullFrom
