@@ -10,6 +10,7 @@ import torch
 from kvrelay.core.shard import Span
 from kvrelay.kv_transfer.plan import owned_ranges
 from kvrelay.prefill_node import ring_plan
+from kvrelay.prefill_node.device_queue import to_device
 from kvrelay.prefill_node.ring import Kept, Lap
 from kvrelay.prefill_node.ring_plan import PageTable, Pair, Rows
 
@@ -64,7 +65,7 @@ class ChunkPlanner:
         limit = self._ring_block_tokens
         # Of the other ranks only the numbers are needed; slot by slot, a long prompt's chunks would cost its square.
         owned = ring_plan.num_owned(table, chunk.start, ring_size=self._size)
-        own_slots = torch.from_numpy(ring_plan.owned_slots(table, chunk.start, rank=self._rank)).to(self._device)
+        own_slots = to_device(ring_plan.owned_slots(table, chunk.start, rank=self._rank), self._device)
         laps = []
         for start in range(0, max(owned), limit):
             num_rows = [max(min(number - start, limit), 0) for number in owned]
@@ -79,4 +80,4 @@ class ChunkPlanner:
         stored = ring_plan.stored_rows(table, block, rank=self._rank)
         if not len(stored.rows):
             return None
-        return Kept(torch.from_numpy(stored.rows).to(self._device), torch.from_numpy(stored.slots).to(self._device))
+        return Kept(to_device(stored.rows, self._device), to_device(stored.slots, self._device))

@@ -18,12 +18,14 @@ from kvrelay.core.types import Counters, FinishReason
 from kvrelay.model.sampler import SamplerState, sample
 from kvrelay.prefill_node import jobs
 from kvrelay.prefill_node.control import RingControl
+from kvrelay.prefill_node.device_queue import TimedChunk
 from kvrelay.prefill_node.group import RingGroup
 from kvrelay.prefill_node.job_events import Done, Failed, FirstToken, JobEvent, Progress, Sink, Started
 from kvrelay.prefill_node.jobs import Job
 from kvrelay.prefill_node.prompt_logprobs import join
 from kvrelay.prefill_node.pushes import Push
 from kvrelay.prefill_node.rank import RankWorker, StepResult
+from kvrelay.proto.convert import span_from_pb
 from kvrelay.proto.v1 import ring_pb2
 
 IDLE_TICK_S = 2.0  # keeps the ring's waits under the group timeout
@@ -157,7 +159,7 @@ class Leader:
             if (scored := join(reports)) is not None:
                 self._tell(key, scored)
             self._choose_first_token(key, result)
-        self._note_time(step, reports, self._clock() - began_s)
+        self._note_time(step, result, reports, self._clock() - began_s)
         self.rank_counters = [dict(report.counters) for report in reports]
         self._relay_pending = any(report.counters["relay_pending"] for report in reports)
         events = self._control.applied(reports)
@@ -170,11 +172,15 @@ class Leader:
         for settled in self._worker.take_settled():
             self._finish(settled, Done(self._relayed_bytes(settled)), abort=False)
 
-    def _note_time(self, step: ring_pb2.RingStep, reports: list[ring_pb2.RankReport], took_s: float) -> None:
-        if not step.HasField("chunk") or any(report.stopped for report in reports):
-            return
-        tokens, cached = step.chunk.tokens.end - step.chunk.tokens.start, step.chunk.tokens.start
-        self.chunk_times.observe(took_s, x=tokens, y=tokens * cached + tokens * tokens / 2)
+    def _note_time(
+        self, step: ring_pb2.RingStep, result: StepResult, reports: list[ring_pb2.RankReport], took_s: float
+    ) -> None:
+        timed = result.timed
+        if timed is None and step.HasField("chunk") and not any(report.stopped for report in reports):
+            timed = [TimedChunk(span_from_pb(step.chunk.tokens), took_s)]
+        for chunk in timed or ():
+            tokens, cached = chunk.tokens.num_tokens, chunk.tokens.start
+            self.chunk_times.observe(chunk.took_s, x=tokens, y=tokens * cached + tokens * tokens / 2)
 
     def _choose_first_token(self, key: str, result: StepResult) -> None:
         """Sample when the prompt's last chunk was computed."""

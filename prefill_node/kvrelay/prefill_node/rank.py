@@ -20,6 +20,7 @@ from kvrelay.core.types import Counters, PromptLogprobs
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.transformer import Model
 from kvrelay.prefill_node.chunk_plan import ChunkPlan, ChunkPlanner
+from kvrelay.prefill_node.device_queue import DeviceQueue, TimedChunk, to_device
 from kvrelay.prefill_node.group import Header
 from kvrelay.prefill_node.jobs import job_key
 from kvrelay.prefill_node.prompt_logprobs import score
@@ -56,6 +57,7 @@ class Writer(PartWriter, Protocol):
 @dataclass(frozen=True, slots=True)
 class StepResult:
     report: ring_pb2.RankReport
+    timed: Sequence[TimedChunk] | None  # chunks that a device has ended; None: this step's chunk has, whatever it took
     logits_V: Tensor | None = None  # after the last token of a prompt; rank 0 only
 
 
@@ -81,6 +83,7 @@ class _Request:
     failure_told: bool = False
     settled_told: bool = False
     closing: bool = False
+    last_chunk: int = 0  # as the device's queue counts them
 
 
 class RankWorker:
@@ -113,6 +116,7 @@ class RankWorker:
         self._more_counters = more_counters
         self._transfer_stuck_s = transfer_stuck_s
         self._requests: dict[str, _Request] = {}
+        self._queue = DeviceQueue.of(pool.device)
         # Checksums are short, and go before what is left of a long kernel: else they end with it, and the part waits.
         on_gpu = pool.device.type == "cuda"
         self._relay_stream = torch.cuda.Stream(pool.device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -137,7 +141,8 @@ class RankWorker:
             for request in self._requests.values():
                 if request.relay is not None:
                     request.relay.pump()
-        return StepResult(self._report(step.step_id, ran), ran.logits_V)
+        timed = None if self._queue is None else self._queue.take_timed()
+        return StepResult(self._report(step.step_id, ran), timed, ran.logits_V)
 
     def relay_of(self, key: str) -> Relay | None:
         """Return the relay of a request that is open here, so that rank 0 can seal it with the first token."""
@@ -197,7 +202,11 @@ class RankWorker:
         _fill(request.table, chunk.new_pages)
         plan = self._planner.plan(request.table, tokens)
         ids = unpack_ids(chunk.packed_ids)
+        if self._queue is not None:
+            self._queue.begin()
         hidden_TD = self._compute(step_id, request, tokens, plan, ids, should_stop)
+        if self._queue is not None:
+            request.last_chunk = self._queue.end(tokens, stopped=hidden_TD is None)
         if hidden_TD is None:
             return _Ran(stopped=True)
         self._counters.add("chunks")
@@ -231,9 +240,9 @@ class RankWorker:
             torch.empty(0, self._pool.layout.row_width, dtype=self._pool.layer(0).dtype, device=device),
         )
         if has_rows:
-            own_ids = torch.from_numpy(ids[plan.positions_T - chunk.start].astype(np.int64)).to(device)
+            own_ids = to_device(ids[plan.positions_T - chunk.start].astype(np.int64), device)
             hidden_TD = self._model.embed(own_ids)
-            positions_T = torch.from_numpy(plan.positions_T).to(device)
+            positions_T = to_device(plan.positions_T, device)
             # The base of dynamic NTK comes from the whole prompt, in every chunk and on every rank.
             rope = self._model.rope(positions_T, request.prompt_tokens)
         for index, layer in enumerate(self._model.layers):
@@ -306,7 +315,9 @@ class RankWorker:
             if failure is not None and not request.failure_told:
                 request.failure_told = True
                 report.failed[request.key] = failure
-            if request.closing and (request.writer is None or request.writer.sources_free):
+            # A chunk of a request that was given up may still write the pages that it would give back.
+            has_ended = self._queue is None or self._queue.has_ended(request.last_chunk)
+            if request.closing and has_ended and (request.writer is None or request.writer.sources_free):
                 report.drained.append(request.key)
                 del self._requests[request.key]
         self._counters.values["relay_pending"] = float(
