@@ -17,12 +17,13 @@ from kvrelay.core.types import Counters, Epoch, Incarnation
 from kvrelay.kv_transfer.hub_values import AdmittedHandoff
 from kvrelay.kv_transfer.local import Limits
 from kvrelay.kv_transfer.reader_hub import ReaderHub
+from kvrelay.prefill_node.intake import NodeFacts
 from kvrelay.prefill_node.jobs import Job
 from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.leases import Leases
 from kvrelay.prefill_node.puller import Puller, PullFrom
 from kvrelay.prefill_node.rank import RankWorker
-from kvrelay.prefill_node.servicer import NodeFacts, PrefillServicer
+from kvrelay.prefill_node.servicer import PrefillServicer
 from kvrelay.proto.convert import epoch_to_pb
 from kvrelay.proto.v1 import blocks_pb2, blocks_pb2_grpc, common_pb2, handoff_pb2
 from played_ring import BLOCK, Ring, a_job

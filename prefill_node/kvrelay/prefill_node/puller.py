@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from grpc import aio
 
@@ -22,15 +20,14 @@ from kvrelay.kv_transfer.local import Limits
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.kv_transfer.values import Request
 from kvrelay.kvcache.allocator import runs_of
-from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.fills import Fill
 from kvrelay.prefill_node.jobs import Job
+from kvrelay.prefill_node.step_answer import OnStep, answer_of
 from kvrelay.proto.convert import epoch_from_pb
 from kvrelay.proto.server import connect
 from kvrelay.proto.v1 import blocks_pb2, blocks_pb2_grpc
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 TICK_S = 0.2
 
 
@@ -56,7 +53,7 @@ class Puller:
     def __init__(
         self,
         *,
-        on_step: Callable[[Callable[[RingControl], None]], None],
+        on_step: OnStep,
         block_tokens: int,
         row_bytes: int,
         timeout_s: float,
@@ -64,7 +61,6 @@ class Puller:
     ) -> None:
         """
         Args:
-            on_step: runs something on the step thread, between two steps.
             row_bytes: of one token in all layers.
             timeout_s: longest time that a fetch may take.
         """
@@ -108,7 +104,7 @@ class Puller:
         if not hashes:
             return 0
         try:
-            fill = await self._asked(lambda control: control.begin_fill(key, hashes))
+            fill = await answer_of(self._on_step, lambda control: control.begin_fill(key, hashes))
         except asyncio.CancelledError:
             self._on_step(lambda control: control.end_fill(key))  # it may have begun all the same
             raise
@@ -159,7 +155,7 @@ class Puller:
             # Not awaited itself: a cancelled call would take it along, and the hub still has to resolve it.
             await asyncio.wait((wait.admitted,))
             wait.admitted.result()
-            await self._asked(lambda control: control.complete_fill(key))
+            await answer_of(self._on_step, lambda control: control.complete_fill(key))
         finally:
             if wait.admitted.done() and wait.admitted.exception() is None:
                 self._hub.released(epoch)  # and the call goes on until the source knows that it may let go
@@ -179,17 +175,6 @@ class Puller:
         if not push.cancelled():
             push.exception()  # whoever waited has heard of it; after the admission it changes nothing
 
-    async def _asked(self, ask: Callable[[RingControl], T]) -> T:
-        """Return what the step thread answers."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-
-        def on_step(control: RingControl) -> None:
-            loop.call_soon_threadsafe(_set_once, answer, ask(control))
-
-        self._on_step(on_step)
-        return await answer
-
     # ---- what the hub reports ----
 
     def _on_admitted(self, handoff: AdmittedHandoff) -> None:
@@ -208,8 +193,3 @@ class Puller:
     def _on_free(self, epoch: Epoch, pages: tuple[int, ...]) -> None:
         key = self._waits.pop(epoch).key
         self._on_step(lambda control: control.end_fill(key))
-
-
-def _set_once(answer: asyncio.Future[T], value: T) -> None:
-    if not answer.done():  # the asker may have been cancelled
-        answer.set_result(value)

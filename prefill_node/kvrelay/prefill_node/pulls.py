@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from grpc import aio
 
@@ -13,9 +12,9 @@ from kvrelay.kv_transfer import hub_servicer
 from kvrelay.kv_transfer.pool_agent import PoolAgent, local_pool
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.model.loaded import Loaded
-from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.puller import Puller
 from kvrelay.prefill_node.settings import PrefillSettings
+from kvrelay.prefill_node.step_answer import OnStep
 from kvrelay.prefill_node.wiring import transfer_limits
 from kvrelay.prefill_node.writer_watch import watch_writers
 
@@ -30,9 +29,8 @@ class Pulls:
         node: Incarnation,
         agent: PoolAgent,
         *,
-        on_step: Callable[[Callable[[RingControl], None]], None],
+        on_step: OnStep,
     ) -> None:
-        """`on_step`: runs something on the step thread, between two steps."""
         layout, limits = loaded.pool.layout, transfer_limits(settings)
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []

@@ -6,27 +6,22 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from grpc import aio
 
-from kvrelay.core import hash_on_loop, tracing
+from kvrelay.core import tracing
 from kvrelay.core.clock import Deadline, monotonic
 from kvrelay.core.drain import OnDrain
 from kvrelay.core.errors import (
     DeadlineError,
-    InvalidRequestError,
-    LayoutMismatchError,
     RequestCancelledError,
     StaleMessageError,
     UnavailableError,
 )
 from kvrelay.core.grpc_status import grpc_status
-from kvrelay.core.layout import PageLayout
-from kvrelay.core.sampling_limits import check_sampling
 from kvrelay.core.types import Counters, Incarnation
-from kvrelay.prefill_node.control import RingControl
+from kvrelay.prefill_node.intake import NodeFacts, job_of
 from kvrelay.prefill_node.job_events import Done, Failed, FirstToken, JobEvent, Progress
 from kvrelay.prefill_node.jobs import Job, job_key
 from kvrelay.prefill_node.leader import Leader
@@ -34,30 +29,16 @@ from kvrelay.prefill_node.leases import Leases
 from kvrelay.prefill_node.messages import event_to_pb, source_of
 from kvrelay.prefill_node.puller import Puller, PullFrom
 from kvrelay.prefill_node.stats import node_stats
+from kvrelay.prefill_node.step_answer import answer_of
 from kvrelay.proto.convert import (
     check_request_id,
     incarnation_from_pb,
     ms_to_pb,
-    sampling_from_pb,
-    unpack_ids,
 )
-from kvrelay.proto.v1 import common_pb2, handoff_pb2, prefill_pb2, prefill_pb2_grpc
+from kvrelay.proto.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 
 PROGRESS_S = 2.0  # a client hears something at least this often
 _MAX_REMEMBERED = 10_000  # requests whose latest attempt is known, so that older ones are refused
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
-    """What this node is; requests are checked against it."""
-
-    incarnation: Incarnation
-    layout: PageLayout
-    ring_size: int
-    vocab_size: int
-    max_model_len: int
-    cache_window_tokens: int | None  # longer requests neither publish nor use cached blocks; None = no limit
-    max_request_s: float
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
@@ -143,21 +124,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
 
     async def stats(self) -> common_pb2.NodeStats:
         """Return the account of all ranks, taken between two steps."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[common_pb2.NodeStats] = loop.create_future()
-
-        def collect(control: RingControl) -> None:
-            stats = node_stats(
+        return await answer_of(
+            self._leader.call,
+            lambda control: node_stats(
                 self._facts.incarnation,
                 control,
                 self._leader.rank_counters,
                 [counters.values.copy() for counters in self._counters],
                 draining=self.leaving,
-            )
-            loop.call_soon_threadsafe(_set_once, answer, stats)
-
-        self._leader.call(collect)
-        return await answer
+            ),
+        )
 
     async def _run(
         self, job: Job, holder: Incarnation, deadline: Deadline, source: PullFrom | None
@@ -227,58 +203,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
             InvalidRequestError: the request is wrong in itself.
             LayoutMismatchError: the ticket's pages are not like ours.
         """
-        facts = self._facts
-        if incarnation_from_pb(request.node) != facts.incarnation:
-            raise UnavailableError(f"this is {facts.incarnation}, not {incarnation_from_pb(request.node)}")
-        check_request_id(request.request.request_id)
-        sampling = sampling_from_pb(request.sampling)
-        check_sampling(sampling)
-        prompt_T = unpack_ids(request.packed_ids)
-        if not 0 < len(prompt_T) <= facts.max_model_len:
-            raise InvalidRequestError(f"a prompt of {len(prompt_T)} tokens; 1 to {facts.max_model_len} are possible")
-        if int(prompt_T.max()) >= facts.vocab_size:
-            raise InvalidRequestError(f"token id {int(prompt_T.max())} is not below {facts.vocab_size}")
-        if request.num_sent_tokens > len(prompt_T):
-            raise InvalidRequestError(f"{request.num_sent_tokens} sent tokens in a prompt of {len(prompt_T)}")
-        ticket = request.ticket if request.HasField("ticket") else None
-        if ticket is not None:
-            self._check_ticket(ticket, request.request, len(prompt_T))
-        hashes: list[bytes] = []
-        window, length = facts.cache_window_tokens, len(prompt_T) + request.sampling.max_tokens
-        if request.prefix_seed and (window is None or length <= window):
-            hashes = await hash_on_loop.chain(request.prefix_seed, prompt_T, block_tokens=facts.layout.block_tokens)
+        job = await job_of(request, self._facts)
         # Last, as other calls may have come meanwhile.
         if self.draining:
-            raise UnavailableError(f"{facts.incarnation.name} is draining")
+            raise UnavailableError(f"{self._facts.incarnation.name} is draining")
         self._check_attempt(request.request)
-        return Job(
-            request=request.request,
-            prompt_T=prompt_T,
-            sampling=sampling,
-            num_sent_tokens=request.num_sent_tokens,
-            block_hashes=tuple(hashes),
-            ticket=ticket,
-        )
-
-    def _check_ticket(self, ticket: handoff_pb2.Ticket, ref: common_pb2.RequestRef, prompt_tokens: int) -> None:
-        facts = self._facts
-        if ticket.layout_fingerprint != facts.layout.fingerprint:
-            theirs, ours = ticket.layout_fingerprint.hex(), facts.layout.fingerprint.hex()
-            raise LayoutMismatchError(f"decode's page layout is {theirs}, this node's is {ours}")
-        if incarnation_from_pb(ticket.writer) != facts.incarnation or ticket.ring_size != facts.ring_size:
-            raise InvalidRequestError(
-                f"the ticket is for {incarnation_from_pb(ticket.writer)} with {ticket.ring_size} ranks,"
-                f" this is {facts.incarnation} with {facts.ring_size}"
-            )
-        if ticket.request != ref:
-            raise StaleMessageError(f"the ticket is for {ticket.request}, the request is {ref}")
-        pages = sum(run.num_pages for run in ticket.pages)
-        if ticket.prompt_tokens != prompt_tokens or pages < facts.layout.pages_for(prompt_tokens):
-            raise InvalidRequestError(
-                f"the ticket covers {ticket.prompt_tokens} tokens with {pages} pages, the prompt has {prompt_tokens}"
-            )
-        if ticket.resident_tokens > prompt_tokens:
-            raise InvalidRequestError(f"{ticket.resident_tokens} resident tokens of {prompt_tokens}")
+        return job
 
     def _check_attempt(self, ref: common_pb2.RequestRef) -> None:
         latest = self._latest_attempt.get(ref.request_id, 0)
@@ -294,8 +224,3 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         self._latest_attempt[ref.request_id] = latest
         while len(self._latest_attempt) > _MAX_REMEMBERED:
             self._latest_attempt.popitem(last=False)
-
-
-def _set_once(answer: asyncio.Future[common_pb2.NodeStats], stats: common_pb2.NodeStats) -> None:
-    if not answer.done():  # the caller may have gone
-        answer.set_result(stats)

@@ -25,6 +25,7 @@ from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.group import RingGroup
 from kvrelay.prefill_node.health import StepProgress
+from kvrelay.prefill_node.intake import NodeFacts
 from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.leases import Leases
 from kvrelay.prefill_node.pages import RingPages
@@ -34,8 +35,9 @@ from kvrelay.prefill_node.pulls import Pulls
 from kvrelay.prefill_node.rank import TRANSFER_STUCK
 from kvrelay.prefill_node.registration import LeaseThread
 from kvrelay.prefill_node.ring_pusher import RingPusher
-from kvrelay.prefill_node.servicer import NodeFacts, PrefillServicer
+from kvrelay.prefill_node.servicer import PrefillServicer
 from kvrelay.prefill_node.settings import PrefillSettings
+from kvrelay.prefill_node.step_answer import answer_of
 from kvrelay.prefill_node.step_thread import start_step_thread
 from kvrelay.prefill_node.wiring import align_tokens, rank_worker
 from kvrelay.proto.convert import incarnation_to_pb
@@ -184,22 +186,11 @@ class PrefillServer:
         self._servicer.draining = True
         busy_until_s = self._loop.time()
         while self._loop.time() < busy_until_s + self._settings.fence_timeout_s + _STOP_GRACE_S:
-            if not await self._jobs() and not self.active_requests:
+            if not await answer_of(self._leader.call, _num_held) and not self.active_requests:
                 return
             if self.active_requests:
                 busy_until_s = self._loop.time()
             await asyncio.sleep(_DRAIN_CHECK_S)
-
-    async def _jobs(self) -> int:
-        """Return how many jobs and pushes the step thread has, those included that only wait for their hand-off."""
-        count: asyncio.Future[int] = self._loop.create_future()
-
-        def on_step(control: RingControl) -> None:
-            jobs = control.active_jobs + control.closing_jobs + len(control.pushes)
-            self._loop.call_soon_threadsafe(count.set_result, jobs)
-
-        self._leader.call(on_step)
-        return await count
 
     @property
     def why_not_elsewhere(self) -> str:
@@ -309,3 +300,8 @@ def _progress(leader: Leader, transfer: TransferThread, registration: LeaseThrea
 
     threads = {"step": steps.stuck_s, "transfer": transfer.stuck_s, "lease": registration.stuck_s}
     return ProgressWatch(threads | {"transfer (of a further rank)": others_stuck_s}, limit_s=limit_s)
+
+
+def _num_held(control: RingControl) -> int:
+    """Return how many jobs and pushes the step thread has, those included that only wait for their hand-off."""
+    return control.active_jobs + control.closing_jobs + len(control.pushes)

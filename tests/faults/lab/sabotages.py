@@ -273,8 +273,8 @@ SABOTAGES: dict[str, tuple[Change, ...]] = {
     "nodes_trust_their_callers": (
         Change("decode_node.intake", "check_sampling", _nothing),
         Change("decode_node.intake", "output_tokens", _unbounded),
-        Change("prefill_node.servicer", "check_sampling", _nothing),
-        Change("prefill_node.servicer", "check_request_id", _nothing),
+        Change("prefill_node.intake", "check_sampling", _nothing),
+        *(Change(f"prefill_node.{module}", "check_request_id", _nothing) for module in ("intake", "servicer")),
         Change("proto.convert", "check_request_id", _nothing),
     ),
     "settings_can_change": (Change("decode_node.settings", "DecodeSettings.__setattr__", _sets),),
