@@ -13,7 +13,16 @@ import torch
 from grpc import aio
 
 from contract.prefill_process import Client, DecodePeer, NodeProcess, decode_peer, prefill_node, silent_decode_node
-from contract.prefill_requests import CHUNK, MODEL, a_ref, events_of, latents_of, recorded, request_of, some_prompt
+from contract.prefill_requests import (
+    CHUNK,
+    MODEL,
+    NEEDS_RECORDING,
+    a_ref,
+    events_of,
+    latents_of,
+    request_of,
+    some_prompt,
+)
 from contract.ring_ranks import RecordingWriter, a_pool
 from kvrelay.core import prefix_hash
 from kvrelay.core.types import Counters
@@ -26,16 +35,9 @@ from kvrelay.proto.convert import pack_ids
 from kvrelay.proto.v1 import blocks_pb2, handoff_pb2, ring_pb2
 from oracle_data import FOLDER
 
+pytestmark = NEEDS_RECORDING
 TENANT = b"tenant-of-tests!"
 TOKENS = 320  # five blocks
-
-
-@pytest.fixture(scope="module")
-def index() -> Iterator[EmbeddedServer]:
-    recorded()
-    server = EmbeddedServer.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["alone", "ring-of-2"])
@@ -150,7 +152,6 @@ async def test_an_asker_that_goes_away_pins_nothing(client: Client, peer: Decode
 
 def test_a_push_leaves_between_the_layers_of_a_chunk_in_work() -> None:
     """The node that asks waits for it, and a chunk may take seconds."""
-    recorded()
     model = load_model(FOLDER / MODEL, dtype="float32", device=torch.device("cpu"))
     pool, counters = a_pool(model), Counters()
     writers: list[RecordingWriter] = []

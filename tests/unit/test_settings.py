@@ -7,6 +7,7 @@ from pydantic_settings import SettingsConfigDict
 
 from kvrelay.core.errors import SettingsError
 from kvrelay.core.settings import NodeSettings, load
+from kvrelay.prefill_node import ring_process
 from kvrelay.prefill_node.settings import PrefillSettings
 
 
@@ -68,3 +69,8 @@ def test_a_chunk_is_whole_pages_of_every_rank_on_gpus(options: tuple[str, ...], 
 
     assert settings.chunk_tokens_on("cpu") == cpu
     assert settings.chunk_tokens_on("cuda") == gpu
+
+
+def test_the_process_of_a_ring_is_no_way_to_start_a_node_of_one() -> None:
+    with pytest.raises(SettingsError, match="`kvrelay prefill` starts a node of one"):
+        ring_process.main(["--model", "m"])
