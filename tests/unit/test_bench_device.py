@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
 import torch
 
-from kvrelay.bench import device_rates, memory, step_transformers
+from kvrelay.bench import chunks, device_rates, memory, step_transformers
 from kvrelay.bench.random_model import TINY, V2_LITE, random_model
 from kvrelay.core.layout import PageLayout
 from kvrelay.model.tensors import expected_tensors
@@ -72,3 +73,27 @@ def test_their_configuration_has_as_many_weights_as_ours() -> None:
 
     ours = sum(torch.Size(shape).numel() for shape in expected_tensors(TINY).values())
     assert sum(parameter.numel() for parameter in model.parameters()) == ours
+
+
+def test_a_node_takes_its_chunks_apart_and_finds_the_same_tokens() -> None:
+    options = argparse.Namespace(shape="tiny", prompt=[200], chunk_tokens=64, rounds=1)
+
+    (figures,) = chunks.measure(options, torch.device("cpu"))["prompts"]
+
+    assert figures["same_tokens"]
+    assert list(figures["ways"]) == ["bare", "worker", "sums", "relay"]
+    assert all(way["host_ms"] > 0 for way in figures["ways"].values())
+
+
+def test_what_leaves_beside_the_chunks_is_every_row_of_every_layer() -> None:
+    options = argparse.Namespace(shape="tiny", prompt=[200], chunk_tokens=64)
+    bench = chunks.Bench(options, torch.device("cpu"))
+    try:
+        bench.first_token("relay", bench.prompt(200, 0))
+        pool, half = bench._pool, bench._pool.num_pages // 2
+        for layer in range(pool.layout.num_layers):
+            rows = pool.rows(layer)[:200]
+            assert rows.any(-1).all()
+            assert torch.equal(pool.rows(layer)[half * 64 : half * 64 + 200], rows)
+    finally:
+        bench.close()

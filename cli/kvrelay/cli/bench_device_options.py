@@ -40,6 +40,13 @@ def add_device_benches(kinds: Any) -> None:
     relay.add_argument("--reader", default="cuda:0", metavar="D", help="device of the process that is written to")
     relay.add_argument("--megabytes", type=positive, default=512, metavar="N", help="size of each write")
     _add_out(relay, "relay")
+    chunks = kinds.add_parser("chunks", help="time to the first token by what a prefill node does beside computing")
+    chunks.add_argument("--prompt", type=positive, nargs="+", default=[8192, 32_768, 131_072], metavar="N",
+                        help="lengths of the prompt")  # fmt: skip
+    chunks.add_argument("--chunk-tokens", type=positive, default=32_768, metavar="N", help="tokens per prefill chunk")
+    chunks.add_argument("--rounds", type=positive, default=5, metavar="N", help="prompts per figure")
+    chunks.add_argument("--device", default="auto", metavar="D", help="auto, cpu or cuda:N")
+    _add_common(chunks, "chunks")
     _add_split(kinds.add_parser("split", help="one prefill and one decode node against two that do both"))
     ring = kinds.add_parser("ring", help="one layer's attention over a ring of devices, over what one device takes")
     ring.add_argument("--ranks", type=positive, default=2, metavar="R", help="processes, one device each")
