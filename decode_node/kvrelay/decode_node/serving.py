@@ -35,7 +35,7 @@ from kvrelay.index.writer import PrefixWriter
 from kvrelay.kv_transfer import local
 from kvrelay.kv_transfer.hub_values import HubCallbacks
 from kvrelay.kv_transfer.link_records import add_links, links_by_peer
-from kvrelay.kv_transfer.pool_agent import PoolAgent, local_pool
+from kvrelay.kv_transfer.pool_agent import PoolAgent, end_hub, reader_hub
 from kvrelay.kv_transfer.push_servicer import PushServicer
 from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.model.loaded import Loaded
@@ -136,23 +136,15 @@ class DecodeServer:
             loop.call_soon_threadsafe(node.crash, "transfer thread")
 
         agent.on_fatal = on_fatal
-        hub = ReaderHub(
-            node=node.incarnation,
-            endpoint="",
-            pool=local_pool(self._loaded.pool),
-            cells=agent.cells,
-            thread=agent.transfer,
-            callbacks=HubCallbacks(
-                on_admitted=node.on_admitted,
-                on_failed=node.on_failed,
-                on_pages_free=node.on_free,
-                on_quarantined=node.on_quarantined,
-                on_landed=self._steps.keep_awake,
-            ),
-            limits=local.Limits(fence_timeout_s=settings.fence_timeout_s, max_message_bytes=settings.max_message_bytes),
+        callbacks = HubCallbacks(
+            on_admitted=node.on_admitted,
+            on_failed=node.on_failed,
+            on_pages_free=node.on_free,
+            on_quarantined=node.on_quarantined,
+            on_landed=self._steps.keep_awake,
         )
-        hub.last_epoch = agent.last_epoch
-        return hub
+        limits = local.Limits(fence_timeout_s=settings.fence_timeout_s, max_message_bytes=settings.max_message_bytes)
+        return reader_hub(agent, self._loaded.pool, node=node.incarnation, callbacks=callbacks, limits=limits)
 
     async def start(self) -> None:
         """Serve, and enter the registry.
@@ -248,7 +240,7 @@ class DecodeServer:
         await self._writer.stop()
         await asyncio.to_thread(self._steps.stop)  # not the last: its helper thread lets go of it a moment later
         await self._server.stop(_STOP_GRACE_S)
-        self._agent.last_epoch = self._hub.last_epoch
+        end_hub(self._agent, self._hub)
 
     def stats(self) -> common_pb2.NodeStats:
         return node_stats(

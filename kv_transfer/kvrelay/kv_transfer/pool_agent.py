@@ -18,9 +18,11 @@ from kvrelay.kernels.triton_support import triton_refuses
 from kvrelay.kv_transfer import device_pool
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.fence_cells import FenceCells, FenceMemory
-from kvrelay.kv_transfer.local import DeviceSums, LocalPool
+from kvrelay.kv_transfer.hub_values import HubCallbacks
+from kvrelay.kv_transfer.local import DeviceSums, Limits, LocalPool
 from kvrelay.kv_transfer.packing import Packer
 from kvrelay.kv_transfer.plan import Copy, table_of
+from kvrelay.kv_transfer.reader_hub import ReaderHub
 from kvrelay.kv_transfer.self_relay import prove_relay
 from kvrelay.kv_transfer.transport import Region, Transport, agent_name
 from kvrelay.kv_transfer.ucx_log import is_expected
@@ -62,6 +64,31 @@ def local_pool(pool: LatentPool) -> LocalPool:
     )
     summed.checksum([(0, layout.page_bytes)])  # builds the kernel, before anybody waits for it
     return summed
+
+
+def reader_hub(
+    agent: PoolAgent, pool: LatentPool, *, node: Incarnation, callbacks: HubCallbacks, limits: Limits
+) -> ReaderHub:
+    """Return a hub for hand-offs into the agent's pool, whose reservations go on from those of earlier roles.
+
+    Its endpoint is to be set before the first reservation, and `end_hub` called after the last.
+    """
+    hub = ReaderHub(
+        node=node,
+        endpoint="",
+        pool=local_pool(pool),
+        cells=agent.cells,
+        thread=agent.transfer,
+        callbacks=callbacks,
+        limits=limits,
+    )
+    hub.last_epoch = agent.last_epoch
+    return hub
+
+
+def end_hub(agent: PoolAgent, hub: ReaderHub) -> None:
+    """Keep what a later role's hub must know."""
+    agent.last_epoch = hub.last_epoch
 
 
 def packer(pool: LatentPool) -> Packer | None:

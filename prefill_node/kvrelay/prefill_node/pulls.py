@@ -9,8 +9,7 @@ from grpc import aio
 from kvrelay.core.supervise import keep
 from kvrelay.core.types import Counters, Incarnation
 from kvrelay.kv_transfer import hub_servicer
-from kvrelay.kv_transfer.pool_agent import PoolAgent, local_pool
-from kvrelay.kv_transfer.reader_hub import ReaderHub
+from kvrelay.kv_transfer.pool_agent import PoolAgent, end_hub, reader_hub
 from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node.puller import Puller
 from kvrelay.prefill_node.settings import PrefillSettings
@@ -42,16 +41,7 @@ class Pulls:
             limits=limits,
         )
         self._agent = agent
-        self._hub = ReaderHub(
-            node=node,
-            endpoint="",
-            pool=local_pool(loaded.pool),
-            cells=agent.cells,
-            thread=agent.transfer,
-            callbacks=self.puller.callbacks,
-            limits=limits,
-        )
-        self._hub.last_epoch = agent.last_epoch
+        self._hub = reader_hub(agent, loaded.pool, node=node, callbacks=self.puller.callbacks, limits=limits)
         self.puller.wire(self._hub)
 
     @property
@@ -75,4 +65,4 @@ class Pulls:
     def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
-        self._agent.last_epoch = self._hub.last_epoch
+        end_hub(self._agent, self._hub)
