@@ -92,6 +92,31 @@ def test_copies_of_a_trace_are_as_many_requests_and_share_nothing() -> None:
     assert copied(trace, 1, seed=1).ceiling() == pytest.approx(trace.ceiling())
 
 
+@pytest.mark.parametrize(("copies", "repeats", "most"), [(1, 3, 120), (3, 1, 100), (2, 2, 1 << 40)])
+def test_a_repeated_trace_is_what_its_requests_are_one_by_one(copies: int, repeats: int, most: int) -> None:
+    trace = a_trace(50)
+    many = copied(trace, copies, seed=1, repeats=repeats, most=most)
+    plain = replace(many, arrivals=tuple(many.arrivals))  # the same requests, made once and kept
+
+    assert len(many.arrivals) == min(most, 50 * copies * repeats)
+    assert many.ceiling() == pytest.approx(plain.ceiling())
+    assert list(works_s(many, PLAN.cost)) == pytest.approx(list(works_s(plain, PLAN.cost)))
+    assert [one.at_s for one in plain.arrivals] == sorted(one.at_s for one in plain.arrivals)
+    assert many.arrivals[7:9] == (many.arrivals[7], many.arrivals[8])
+    if copies == 1:
+        again, first = many.arrivals[50], trace.arrivals[0]
+        assert again.at_s == pytest.approx(50 * 0.3)  # a repeat begins where the one before it would have gone on
+        assert (again.prompt_tokens, again.blocks[0][4:]) == (first.prompt_tokens, first.blocks[0])
+        assert not set(again.blocks) & set(many.arrivals[0].blocks)
+
+
+def test_a_run_keeps_no_blocks_of_requests_that_have_ended() -> None:
+    outcome = replay(PLAN, copied(a_trace(60), 1, seed=1, repeats=3), "ours")
+
+    assert len(outcome.jobs) == 180
+    assert not any(job.blocks for job in outcome.jobs)
+
+
 def test_a_late_index_that_loses_changes_costs_little() -> None:
     trace = a_trace()
     late = replace(PLAN, stale_s=1.0, lost_events=0.05)

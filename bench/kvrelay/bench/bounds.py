@@ -5,13 +5,18 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from kvrelay.bench.trace import Trace
+from kvrelay.bench.trace import Copies, Trace
 from kvrelay.router.cost import NodeCost, compute_s
 
 
 def works_s(trace: Trace, cost: NodeCost) -> Iterator[float]:
     """Return what each request takes when all blocks that came before it are cached where it is computed."""
+    if isinstance(trace.arrivals, Copies):  # what one copy has is of no use to another
+        of_base = list(works_s(replace(trace, arrivals=trace.arrivals.base), cost))
+        yield from (of_base[number] for number in trace.arrivals.numbers)
+        return
     seen: set[bytes] = set()
     for one in trace.arrivals:
         matched = next((depth for depth, block in enumerate(one.blocks) if block not in seen), len(one.blocks))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from kvrelay.router.admission import TARGETS, Slo
 
 def run(options: argparse.Namespace) -> int:
     """Replay, print a JSON object as the last line, write the result file when asked to."""
-    trace = copied(read(Path(options.trace), seed=options.seed), options.copies, seed=options.seed)
-    trace = replace(trace, arrivals=trace.arrivals[: options.requests])
+    trace = read(Path(options.trace), seed=options.seed)
+    trace = copied(trace, options.copies, seed=options.seed, repeats=options.repeat, most=options.requests)
     plan = FleetPlan(
         prefill_nodes=options.nodes,
         decode_nodes=options.decode or max(1, options.nodes // 2),
@@ -52,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
         "tbt_mean_p50_s": round(quantile(between_s, 0.5), 5), "tbt_mean_p99_s": round(quantile(between_s, 0.99), 5),
         "goodput_per_s": round(sum(map(is_in_time, served)) / max(span_s, 1e-9), 3),
         "refusals": len(outcome.jobs) - len(served),
-        "copies": options.copies, "took_s": round(took_s, 1), "took_cpu_s": round(took_cpu_s, 1),
+        "copies": options.copies, "repeats": options.repeat, "took_s": round(took_s, 1),
+        "took_cpu_s": round(took_cpu_s, 1), "cpu_ms_per_request": round(1e3 * took_cpu_s / len(outcome.jobs), 3),
     }  # fmt: skip
     if options.out:
         print(report.write(Path(options.out), device="sim", bench="replay", result=result))

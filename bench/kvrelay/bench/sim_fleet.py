@@ -69,16 +69,18 @@ class FakeIndex:
         self._plan = plan
         self._rng = random.Random(plan.seed)  # noqa: S311 - a simulation, not a secret
         self._numbers: dict[Holder, int] = {}
-        self._held: dict[Holder, dict[bytes, None]] = {}
+        self._heals = plan.heal_s != float("inf")
+        self._held: dict[Holder, dict[bytes, None]] = {}  # for its snapshots
 
     def told(self, holder: Holder, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
         number = self._numbers[holder] = self._numbers.get(holder, 0) + 1
-        held = self._held.setdefault(holder, {})
-        held.update(dict.fromkeys(added))
-        for one in removed:
-            held.pop(one, None)
+        if self._heals:
+            held = self._held.setdefault(holder, {})
+            held.update(dict.fromkeys(added))
+            for one in removed:
+                held.pop(one, None)
         if self._rng.random() < self._plan.lost_events:
-            if self._plan.heal_s != float("inf"):
+            if self._heals:
                 self._events.at(self._events.clock() + self._plan.heal_s, lambda: self._snapshot(holder))
             return
         change = Change(holder, number, tuple(added), tuple(removed))
@@ -107,10 +109,10 @@ class FleetSim:
         self._plan = plan
         self._trace = trace
         self.events = Events()
-        mirror = MirrorState(max_blocks=1 << 22)
+        blocks = plan.node_tokens // trace.block_tokens
+        mirror = MirrorState(max_blocks=max(1 << 22, 2 * blocks * plan.prefill_nodes))
         self._index = FakeIndex(mirror, self.events, plan)
         self._policy = make_policy(mirror, self.events)
-        blocks = plan.node_tokens // trace.block_tokens
         self._prefill = {
             node: SimPrefill(node, plan.cost, BlockCache(blocks), plan.chunk_tokens)
             for node in (Incarnation(f"p{at:03}", 1) for at in range(plan.prefill_nodes))
@@ -227,6 +229,7 @@ class FleetSim:
     def _finish(self, job: Job) -> None:
         job.finished_s = self.events.clock()
         self._policy.finished(job)
+        job.blocks = ()  # a million requests have too many to keep
         self._open -= 1
 
     def _heartbeat(self) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
+
+import numpy as np
 
 from kvrelay.core.errors import InvalidRequestError
 
@@ -37,12 +40,15 @@ class Trace:
 
     name: str
     block_tokens: int
-    arrivals: tuple[Arrival, ...]
+    arrivals: Sequence[Arrival]
 
     def ceiling(self) -> float:
         """Return the share of block references that a cache without limit would hit."""
-        references = sum(len(one.blocks) for one in self.arrivals)
-        distinct = len({block for one in self.arrivals for block in one.blocks})
+        if isinstance(self.arrivals, Copies):
+            references, distinct = self.arrivals.block_counts()
+        else:
+            references = sum(len(one.blocks) for one in self.arrivals)
+            distinct = len({block for one in self.arrivals for block in one.blocks})
         return 1 - distinct / references if references else 0.0
 
 
@@ -75,24 +81,60 @@ def read(file: Path, *, seed: int = 0) -> Trace:
     return Trace(file.name.split(".")[0], block_tokens, tuple(arrivals))
 
 
-def copied(trace: Trace, copies: int, *, seed: int) -> Trace:
-    """Return so many copies of a trace at once. Each has blocks of its own and begins within `_COPY_SPREAD_S`."""
-    rng = random.Random(seed)  # noqa: S311 - a workload, not a secret
-    arrivals: list[Arrival] = []
-    for number in range(copies):
-        begins_s = rng.uniform(0, _COPY_SPREAD_S) if number else 0.0
-        names: dict[bytes, bytes] = {}  # one object per block of this copy
-        mark = number.to_bytes(4, "big")
-        arrivals += (
-            replace(
-                one,
-                at_s=one.at_s + begins_s,
-                blocks=tuple(names.setdefault(block, mark + block) for block in one.blocks),
-            )
-            for one in trace.arrivals
+class Copies(Sequence[Arrival]):
+    """Many copies of a trace's requests in the order of time, each with blocks of its own, made when they are asked
+    for: a million requests and all their blocks would not fit into memory."""
+
+    def __init__(self, base: Sequence[Arrival], starts_s: Sequence[float], *, most: int) -> None:
+        """`starts_s`: when each copy begins, after the time of the trace; `most`: requests, the first of all."""
+        self.base = base
+        times_s = np.add.outer(np.array(starts_s), np.array([one.at_s for one in base])).ravel()
+        order = np.argsort(times_s, kind="stable")[:most]
+        self._times_s: list[float] = times_s[order].tolist()
+        self._copies: list[int] = (order // len(base)).tolist()
+        self.numbers: list[int] = (order % len(base)).tolist()  # of the request in the trace, of each
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, at: int) -> Arrival: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Arrival, ...]: ...
+    def __getitem__(self, at: int | slice) -> Arrival | tuple[Arrival, ...]:
+        if isinstance(at, slice):
+            return tuple(self[one] for one in range(*at.indices(len(self))))
+        one, mark = self.base[self.numbers[at]], self._copies[at].to_bytes(4, "big")
+        return Arrival(
+            self._times_s[at], one.prompt_tokens, one.output_tokens, tuple(mark + block for block in one.blocks)
         )
-    arrivals.sort(key=lambda one: one.at_s)
-    return replace(trace, arrivals=tuple(arrivals))
+
+    def block_counts(self) -> tuple[int, int]:
+        """Return (references to blocks, distinct blocks). Of each copy there are the first so many requests."""
+        references, distinct, seen = [0], [0], set[bytes]()
+        for one in self.base:
+            seen.update(one.blocks)
+            references.append(references[-1] + len(one.blocks))
+            distinct.append(len(seen))
+        lengths = Counter(self._copies).values()
+        return sum(references[length] for length in lengths), sum(distinct[length] for length in lengths)
+
+
+def copied(trace: Trace, copies: int, *, seed: int, repeats: int = 1, most: int = 1 << 62) -> Trace:
+    """Return so many copies of a trace, each with blocks of its own, and of these the first requests.
+
+    Args:
+        copies: at once: they begin within `_COPY_SPREAD_S`.
+        repeats: of all this, one after another.
+    """
+    if copies == repeats == 1:
+        return replace(trace, arrivals=trace.arrivals[:most])
+    rng = random.Random(seed)  # noqa: S311 - a workload, not a secret
+    lasts_s = trace.arrivals[-1].at_s - trace.arrivals[0].at_s
+    turn_s = lasts_s * len(trace.arrivals) / max(1, len(trace.arrivals) - 1)
+    spread_s = [rng.uniform(0, _COPY_SPREAD_S) if number else 0.0 for number in range(copies)]
+    starts_s = [turn * turn_s + begins_s for turn in range(repeats) for begins_s in spread_s]
+    return replace(trace, arrivals=Copies(trace.arrivals, starts_s, most=most))
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:

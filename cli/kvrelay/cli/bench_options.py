@@ -62,6 +62,9 @@ def _add_replay(replay: argparse.ArgumentParser) -> None:
     replay.add_argument(
         "--copies", type=positive, default=1, metavar="K", help="of the trace at once, each with blocks of its own"
     )
+    replay.add_argument(
+        "--repeat", type=positive, default=1, metavar="R", help="all this so often, one after another, with new blocks"
+    )
     replay.add_argument("--slowdown", type=float, default=6.0, metavar="X", help="prefill this many times slower")
     replay.add_argument("--stale-s", type=float, default=0.0, metavar="S", help="delay of the index")
     replay.add_argument("--lost-events", type=float, default=0.0, metavar="P", help="share of changes that get lost")

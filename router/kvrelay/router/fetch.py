@@ -86,7 +86,7 @@ def start_s(source: NodeView, question: Question) -> float:
     if source.role is Role.DECODE:
         return PULL_START_S
     step_s = source.chunk_tokens * source.cost.token_s / source.ring_size
-    return PULL_START_S + min(backlog_s(source, question), _STEPS_AWAITED * step_s)
+    return PULL_START_S + min(backlog_s(source, question.load(source)), _STEPS_AWAITED * step_s)
 
 
 def token_s(source: NodeView, prefill: NodeView, question: Question) -> float:

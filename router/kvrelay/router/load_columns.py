@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ RECENT_S = 3600.0  # work given to a node fades from what counts as its share wi
 _MOST_FADED_S = 20 * RECENT_S  # the common unit of faded work is renewed after this
 _LEAST_ROOM = 64
 
+T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -150,13 +151,27 @@ class LoadColumns(Mapping[Incarnation, Load]):
             self.version += 1
 
     def __getitem__(self, node: Incarnation) -> Load:
-        slot = self._slots[node]
-        works_s = tuple(self._works[slot].values()) if slot in self._works else ()
-        requests, tokens, pages = int(self.requests[slot]), int(self.tokens[slot]), int(self.pages[slot])
-        recent_s = float(self._recent[slot]) * self._fade
-        if not (works_s or requests or tokens or pages or recent_s):
+        load = self.get(node)
+        if load is None:
             raise KeyError(node)
-        return Load(requests, tokens, pages, works_s, recent_s)
+        return load
+
+    @overload
+    def get(self, node: Incarnation, /) -> Load | None: ...
+    @overload
+    def get(self, node: Incarnation, /, default: Load | T) -> Load | T: ...
+    def get(self, node: Incarnation, /, default: object = None) -> object:
+        # Each placement asks for tens of loads, and most nodes have none: an exception would cost more than the rest.
+        slot = self._slots.get(node)
+        if slot is None:
+            return default
+        works = self._works.get(slot)
+        requests, recent_s = self.requests[slot], self._recent[slot]
+        tokens, pages = self.tokens[slot], self.pages[slot]
+        if not (works or requests or tokens or pages or recent_s):
+            return default
+        works_s = tuple(works.values()) if works else ()
+        return Load(int(requests), int(tokens), int(pages), works_s, float(recent_s) * self._fade)
 
     def take_changed(self) -> set[Incarnation]:
         """Return the nodes whose load has changed since this was last asked; that it fades is no change."""

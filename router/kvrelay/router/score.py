@@ -117,25 +117,25 @@ def work_s(node: NodeView, question: Question, *, cached: int | None = None) -> 
     )
 
 
-def wait_s(node: NodeView, question: Question, compute: float) -> float:
+def wait_s(node: NodeView, load: Load, compute: float) -> float:
     """Return how long a request that takes `compute` seconds waits on a prefill node.
 
     Nodes compute the request with the fewest tokens left first, so of what we gave it only shorter ones are ahead, and
     of longer ones the chunk in work and now and then a fair turn. Work that only the node told of counts whole.
     """
-    load = question.load(node)
-    ours = sum(load.works_s)
-    ahead = sum(min(work, compute) for work in load.works_s)
+    ours = ahead = 0.0
+    for work in load.works_s:
+        ours += work
+        ahead += min(compute, work)
     queued_s = max(node.queued_tokens, load.tokens) * node.cost.token_s / node.ring_size
     return ahead + max(0.0, queued_s - ours)
 
 
-def backlog_s(node: NodeView, question: Question) -> float:
+def backlog_s(node: NodeView, load: Load) -> float:
     """Return how long all work ahead on a prefill node takes.
 
     Admission goes by this and not by `wait_s`: shorter requests will go on to come in and to overtake.
     """
-    load = question.load(node)
     queued_s = max(node.queued_tokens, load.tokens) * node.cost.token_s / node.ring_size
     return max(sum(load.works_s), queued_s)
 
@@ -144,21 +144,22 @@ def prefill_score(
     node: NodeView, question: Question, *, least_recent_s: float = 0.0, pull: Pull | None = None
 ) -> Score:
     """Return the cost of a prompt on a prefill node; `pull`: what it had best fetch, counted when that pays."""
+    load = question.load(node)
     alone = compute = work_s(node, question)
     fetch: dict[str, float] = {}
     if pull is not None and pull.pays:
         compute -= pull.saved_s
         fetch = {"fetch_s": pull.transfer_s}
     parts = {
-        "wait_s": wait_s(node, question, compute),
+        "wait_s": wait_s(node, load, compute),
         **fetch,
         "compute_s": compute,
         "crowding_s": CROWDING * compute,
         # What is fetched takes as much room as what is computed.
         "eviction_s": EVICTION * alone if node.free_pages < question.pages(node) else 0.0,
-        "evenness_s": EVENNESS * (question.load(node).recent_s - least_recent_s),
+        "evenness_s": EVENNESS * (load.recent_s - least_recent_s),
     }
-    return Score(node, parts, sum(parts.values()), backlog_s=backlog_s(node, question), pull=pull)
+    return Score(node, parts, sum(parts.values()), backlog_s=backlog_s(node, load), pull=pull)
 
 
 def decode_score(node: NodeView, question: Question) -> Score:

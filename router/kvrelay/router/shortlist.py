@@ -119,6 +119,10 @@ class _Columns:
         by_name = sorted(range(len(nodes)), key=lambda row: nodes[row].incarnation.name)
         self._name_rank = np.empty(len(nodes), np.int64)
         self._name_rank[by_name] = np.arange(len(nodes))
+        sizes, of_row = np.unique(self._ints["page_tokens"], return_inverse=True)
+        self._page_sizes = sizes, of_row + self._is_prefill * len(sizes)  # see `_pages`
+        self._rings: dict[int, tuple[Floats, Floats, Floats]] = {}  # see `_of_ring`
+        self._rows: dict[int, tuple[Ints, Ints]] = {}  # by identity of the slots, see `_rows_of`
         self._slots: dict[int, tuple[LoadColumns, int, Ints]] = {}  # by identity of the loads
 
     def set_row(self, row: int, node: NodeView) -> None:
@@ -126,6 +130,7 @@ class _Columns:
             ints[row] = getattr(node, name)
         for name, costs in self._cost.items():
             costs[row] = getattr(node.cost, name)
+        self._rings.clear()
         self._draining[row] = node.draining
         self._is_measured_local[row] = node.cost.is_measured_local
 
@@ -138,22 +143,24 @@ class _Columns:
     ) -> tuple[list[int], list[int]]:
         """Return (rows that may be chosen, rows that cannot take the request)."""
         ints = self._ints
-        usable = np.minimum(cached, question.prompt_tokens - 1) // ints["page_tokens"] * ints["page_tokens"]
-        wanted = np.where(self._is_prefill, question.prompt_tokens, question.total_tokens)
-        pages = -(-wanted // ints["page_tokens"])
+        usable = np.zeros_like(cached)
+        has_some = np.flatnonzero(cached)  # few nodes have anything, and most of what follows is the same without
+        page = ints["page_tokens"][has_some]
+        usable[has_some] = np.minimum(cached[has_some], question.prompt_tokens - 1) // page * page
+        pages = self._pages(question)
         takes = ~self._draining & (ints["max_model_len"] >= question.total_tokens) & (pages <= ints["total_pages"])
         for row, node in enumerate(self._nodes) if question.avoid else ():
             takes[row] &= node not in question.avoid
         slots = [self._slots_of(one) for one in loads]
         recent_s = self._sum([one.recent_s()[at] for one, at in zip(loads, slots, strict=True)])
-        alone_s = self._compute_s(question, usable)
+        alone_s = self._compute_s(question, usable, has_some)
         fetch_s, saved_s = self.fetches.best(
-            question, usable, alone_s, sources, lambda behind: self._compute_s(question, behind)
+            question, usable, alone_s, sources, lambda behind: self._compute_s(question, behind, np.flatnonzero(behind))
         )
         compute_s = alone_s - saved_s
         ahead_s, works_s = self._works(compute_s, loads, slots)
         prefill_s = fetch_s + self._prefill_s(compute_s, alone_s, ahead_s, works_s, pages, loads, slots)
-        decode_s, steps_s, must_evict = self._decode_s(question, usable, pages, loads, slots)
+        decode_s, steps_s, must_evict = self._decode_s(question, usable, has_some, pages, loads, slots)
         few: set[int] = set()
         for group in self._groups:
             prefill, decode = group.prefill[takes[group.prefill]], group.decode[takes[group.decode]]
@@ -171,8 +178,16 @@ class _Columns:
                 few.update(self._best(near, works_s[near] + local_s + steps_s[near], must_evict[near]))
         return sorted(few), np.flatnonzero(~takes).tolist()
 
+    def _pages(self, question: Question) -> Ints:
+        """Return the pages that the request takes of each node; nearly all have pages of one size."""
+        sizes, of_row = self._page_sizes
+        of_size = [-(-tokens // sizes) for tokens in (question.total_tokens, question.prompt_tokens)]
+        pages: Ints = np.concatenate(of_size)[of_row]
+        return pages
+
     def _near(self, decode: Ints, question: Question, cached: Ints) -> tuple[Ints, Ints]:
         """Return the decode nodes that might complete the prompt themselves, and the tokens that each lacks."""
+        decode = decode[cached[decode] > 0]
         block = self._ints["block_tokens"][decode]
         held = np.minimum(cached[decode], (question.prompt_tokens - 1) // block * block)
         lacks = question.prompt_tokens - held
@@ -211,15 +226,28 @@ class _Columns:
         best: list[int] = rows[order[:_KEPT]].tolist()
         return best
 
-    def _compute_s(self, question: Question, usable: Ints) -> Floats:
+    def _compute_s(self, question: Question, usable: Ints, has_some: Ints) -> Floats:
         """Return the time of the prompt's computation on each prefill node; of decode nodes it says nothing."""
-        ints, cost = self._ints, self._cost
-        ring, tokens = ints["ring_size"], question.prompt_tokens - usable
-        alone = tokens * cost["token_s"] + (tokens * usable + tokens * tokens / 2) * cost["pair_s"]
-        even = np.where(cost["break_even_tokens"] == 0, question.long_prompt_tokens, cost["break_even_tokens"])
-        exchanges = even * cost["token_s"] + even * even / 2 * cost["pair_s"]
-        compute: Floats = cost["start_s"] + alone / ring + np.where(ring == 1, 0.0, (1 - 1 / ring) * exchanges)
+        base_s, token_s, pair_s = self._of_ring(question.long_prompt_tokens)
+        tokens = question.prompt_tokens
+        compute: Floats = base_s + tokens * token_s + tokens * tokens / 2 * pair_s
+        held, rest = usable[has_some], tokens - usable[has_some]
+        compute[has_some] = (
+            base_s[has_some] + rest * token_s[has_some] + (rest * held + rest * rest / 2) * pair_s[has_some]
+        )
         return compute
+
+    def _of_ring(self, long_prompt_tokens: int) -> tuple[Floats, Floats, Floats]:
+        """Return (what a prefill takes whatever its length, per token, per pair) with each node's ring."""
+        known = self._rings.get(long_prompt_tokens)
+        if known is None:
+            ring, cost = self._ints["ring_size"], self._cost
+            even = np.where(cost["break_even_tokens"] == 0, long_prompt_tokens, cost["break_even_tokens"])
+            exchanges = even * cost["token_s"] + even * even / 2 * cost["pair_s"]
+            base_s = cost["start_s"] + np.where(ring == 1, 0.0, (1 - 1 / ring) * exchanges)
+            self._rings.clear()  # a router has one such length
+            known = self._rings[long_prompt_tokens] = base_s, cost["token_s"] / ring, cost["pair_s"] / ring
+        return known
 
     def _prefill_s(
         self,
@@ -251,15 +279,19 @@ class _Columns:
         ahead, ours = np.zeros(num), np.zeros(num)
         for one, at in zip(loads, slots, strict=True):
             work_s, work_slot = one.works()
-            row_of = np.full(one.num_slots, num)
-            row_of[at] = np.arange(num)
-            row = row_of[work_slot]
+            row = self._rows_of(one, at)[work_slot]
             ahead += np.bincount(row, np.minimum(work_s, np.append(compute, 0.0)[row]), num + 1)[:num]
             ours += np.bincount(row, work_s, num + 1)[:num]
         return ahead, ours
 
     def _decode_s(
-        self, question: Question, usable: Ints, pages: Ints, loads: Sequence[LoadColumns], slots: Sequence[Ints]
+        self,
+        question: Question,
+        usable: Ints,
+        has_some: Ints,
+        pages: Ints,
+        loads: Sequence[LoadColumns],
+        slots: Sequence[Ints],
     ) -> tuple[Floats, Floats, Mask]:
         """Return (decode scores, their part for the answer's steps, who must evict), for all rows."""
         cost, active = self._cost, self._active(loads, slots)
@@ -267,8 +299,8 @@ class _Columns:
         together = np.where(most == 0, active + 1, np.minimum(active + 1, most))
         step = cost["step_s"] + together * cost["sequence_s"] + question.total_tokens * cost["context_token_s"]
         steps: Floats = question.expected_output * step * (active + 1) / together
-        lacks = question.prompt_tokens - usable
-        relay = np.where(lacks > 0, cost["relay_start_s"] + lacks * cost["relay_token_s"], 0.0)
+        relay = cost["relay_start_s"] + question.prompt_tokens * cost["relay_token_s"]
+        relay[has_some] -= usable[has_some] * cost["relay_token_s"][has_some]  # the last token is never resident
         taken = self._sum([one.pages[at] for one, at in zip(loads, slots, strict=True)])
         return relay + steps, steps, self._ints["free_pages"] - taken < pages
 
@@ -278,10 +310,23 @@ class _Columns:
         return active
 
     def _sum(self, columns: Sequence[npt.NDArray[np.number]]) -> npt.NDArray[np.number]:
-        total: npt.NDArray[np.number] = np.zeros(len(self._nodes), np.int64)
-        for column in columns:
+        if not columns:
+            return np.zeros(len(self._nodes), np.int64)
+        total = columns[0]
+        for column in columns[1:]:
             total = total + column
         return total
+
+    def _rows_of(self, loads: LoadColumns, slots: Ints) -> Ints:
+        """Return the row of each slot's node; the number of rows for nodes that are not here."""
+        known = self._rows.get(id(slots))
+        if known is None or known[0] is not slots or len(known[1]) != loads.num_slots:
+            row_of = np.full(loads.num_slots, len(slots))
+            row_of[slots] = np.arange(len(slots))
+            if len(self._rows) > 8:
+                self._rows.clear()
+            known = self._rows[id(slots)] = slots, row_of
+        return known[1]
 
     def _slots_of(self, loads: LoadColumns) -> Ints:
         known = self._slots.get(id(loads))
