@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvrelay.core.errors import CapacityError
+from kvrelay.core.types import PageRun
 from kvrelay.kvcache.allocator import PageAllocator, pages_of
 from kvrelay.kvcache.prefix_cache import PrefixCache
 
@@ -208,3 +209,24 @@ class AnySequenceOfRequests(RuleBasedStateMachine):
 
 TestAnySequenceOfRequests = AnySequenceOfRequests.TestCase
 TestAnySequenceOfRequests.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def test_a_whole_prompt_is_evicted_in_one_go_and_comes_back_as_one_run() -> None:
+    released: list[list[int]] = []
+
+    class Counting(PageAllocator):
+        def release(self, pages: Iterable[int]) -> tuple[int, ...]:
+            released.append(list(pages))
+            return super().release(released[-1])
+
+    pages = Counting(120)
+    cache = PrefixCache(pages)
+    names = [b"%d" % number for number in range(100)]
+    cached_chain(pages, cache, *names)
+    cached_chain(pages, cache, b"younger")
+    released.clear()
+
+    assert cache.evict(60) == names[:39:-1]
+    assert released == [list(range(40, 100))]
+    assert pages.allocate(60) == (PageRun(40, 60),)
+    cache.check()

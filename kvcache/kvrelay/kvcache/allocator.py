@@ -24,11 +24,15 @@ def pages_of(runs: Iterable[PageRun]) -> list[int]:
 def runs_of(pages: Iterable[int]) -> tuple[PageRun, ...]:
     """Return the fewest runs that list `pages` in the order given."""
     runs: list[PageRun] = []
+    first = end = -1
     for page in pages:
-        if runs and page == runs[-1].first_page + runs[-1].num_pages:
-            runs[-1] = PageRun(runs[-1].first_page, runs[-1].num_pages + 1)
-        else:
-            runs.append(PageRun(page, 1))
+        if page != end:
+            if end > first:
+                runs.append(PageRun(first, end - first))
+            first = page
+        end = page + 1
+    if end > first:
+        runs.append(PageRun(first, end - first))
     return tuple(runs)
 
 

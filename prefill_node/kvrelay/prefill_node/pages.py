@@ -170,9 +170,12 @@ class RingPages:
     def _can_make_room(self, wanted: Counter[int]) -> bool:
         """False: some rank would stay short even without its cached pages."""
         return all(
-            (missing := self._missing(rank, number)) <= 0 or self._cache.num_evictable(partial(_is_of, rank)) >= missing
+            (missing := self._missing(rank, number)) <= 0 or self._num_evictable(rank) >= missing
             for rank, number in wanted.items()
         )
+
+    def _num_evictable(self, rank: int) -> int:
+        return self._cache.evictable_pages if self.ring_size == 1 else self._cache.num_evictable(partial(_is_of, rank))
 
     def _make_room(self, wanted: Counter[int]) -> list[bytes]:
         """Evict for the ranks that are short, and only for them; return the hashes of what went."""
