@@ -38,11 +38,11 @@ compose-smoke: install
 	$(PYTEST) -vv -m compose tests/compose -k "answered"
 
 # Random traffic under random faults, every answer compared: MINUTES=5 by default; SEED=N plays a schedule again,
-# OUT=FILE keeps the result with machine, versions and date.
+# PULLS=1 lets prefill nodes fetch cached blocks; OUT=FILE keeps the result with machine, versions and date.
 MINUTES ?= 5
 soak: install
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults.lab.soak --minutes $(MINUTES) \
-		$(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT))
+		$(if $(SEED),--seed $(SEED)) $(if $(PULLS),--pulls) $(if $(OUT),--out $(OUT))
 
 check: format-check lint types test
 

@@ -25,7 +25,7 @@ def test_a_prefix_that_many_ask_for_at_once_spreads_to_the_other_prefill_node_wi
     rng = random.Random(8)
     prefix = [rng.randrange(VOCAB - 1) for _ in range(1100)]
     went = cluster.generate(prefix, max_tokens=1).finished.nodes.prefill_node  # no decode node has it
-    prompts = [prefix + [rng.randrange(VOCAB - 1) for _ in range(500)] for _ in range(6)]
+    prompts = [prefix + [rng.randrange(VOCAB - 1) for _ in range(800)] for _ in range(6)]
     held = len(prefix) // BLOCK * BLOCK
     executed = cluster.counter("prefill_tokens_executed", role="prefill")
 
@@ -37,14 +37,14 @@ def test_a_prefix_that_many_ask_for_at_once_spreads_to_the_other_prefill_node_wi
     answers = cluster.finish_all([cluster.start(prompt, max_tokens=4) for prompt in prompts])
 
     assert [one.token_ids for one in answers] == [greedy_alone(FOLDER, one, num_tokens=4) for one in prompts]
+    why = [cluster.fleet.Explain(fleet_pb2.ExplainRequest(request_id=one.accepted.request_id)) for one in answers]
     (other,) = {"prefill-0", "prefill-1"} - {went}
-    assert {one.finished.nodes.prefill_node for one in answers} == {went, other}
+    assert {one.finished.nodes.prefill_node for one in answers} == {went, other}, why
     counters = cluster.stats()
     assert counters[other].counters["pulled_tokens_total"] == held
     assert counters[went].counters["pushed_tokens_total"] == held
     assert cluster.counter("prefill_tokens_executed", role="prefill") - executed == sum(map(len, prompts)) - 6 * held
-    ways = [cluster.fleet.Explain(fleet_pb2.ExplainRequest(request_id=one.accepted.request_id)).way for one in answers]
-    assert any(f"pull from {went} {held} tokens" in way for way in ways)
+    assert any(f"pull from {went} {held} tokens" in one.way for one in why)
 
 
 def test_prompt_and_answer_of_the_first_turn_are_pulled_for_the_second(cluster: Cluster) -> None:

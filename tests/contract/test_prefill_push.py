@@ -94,6 +94,28 @@ async def test_cached_blocks_land_in_the_pages_of_the_node_that_asks(
     assert after["pushed_tokens_total"] - before.get("pushed_tokens_total", 0.0) == TOKENS - resident
 
 
+async def test_of_the_pages_of_blocks_only_those_are_written_that_are_asked_for(
+    client: Client, peer: DecodePeer
+) -> None:
+    """As a rank of a ring that asks does, which owns some of them, in any order."""
+    prompt, ref = some_prompt(TOKENS + 5), a_ref()
+    await events_of(client.prefill(a_ref(), prompt, prefix_seed=TENANT))
+    ticket, pages = peer.reserve(ref, client.node, 3 * 64)
+    picked = [handoff_pb2.PageRun(first_page=3, num_pages=2), handoff_pb2.PageRun(first_page=1, num_pages=1)]
+    asked = blocks_pb2.PushRequest(ticket=ticket, block_hashes=names(prompt), pages=picked)
+
+    assert (await client.blocks.Push(asked)).pushed_tokens == 3 * 64
+
+    peer.hub.released((await asyncio.wait_for(peer.admitted.get(), 5)).epoch)
+    wanted = latents_of(prompt[:TOKENS])
+    wanted = np.concatenate((wanted[:, 192:], wanted[:, 64:128]), axis=1)
+    assert np.abs(peer.rows(pages, 3 * 64).numpy() - wanted).max() < 1e-4
+    await client.settled()
+    asked.pages[1].first_page = 5
+    code, text = await refused(client.blocks.Push(asked))
+    assert (code, text) == (grpc.StatusCode.INVALID_ARGUMENT, "page 5 of 5 blocks is asked for")
+
+
 async def test_a_request_whose_name_the_source_knows_is_another_matter(client: Client, peer: DecodePeer) -> None:
     """The same attempt may have been there before, or be there now."""
     prompt, ref = some_prompt(TOKENS + 5), a_ref()

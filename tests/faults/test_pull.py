@@ -53,10 +53,10 @@ def _answer(one: Drive, **changed: Any) -> tuple[list[int], prefill_pb2.PrefillS
     return [first, *tokens], next(event.started for event in events if event.HasField("started"))
 
 
-def _known_to_others(fleet: Fleet, seed: int) -> bytes:
-    """Let prefill-1 and decode-0 have a prompt that prefill-0, which can pull, has not; return its tenant's seed."""
+def _known_to_others(fleet: Fleet, seed: int, *, first: str = "prefill-1") -> bytes:
+    """Let `first` and decode-0 have a prompt that the other prefill node has not; return its tenant's seed."""
     tenant = secrets.token_bytes(16)
-    with drive(fleet, prompt(seed, TOKENS), prefill="prefill-1", decode="decode-0", seed=tenant) as one:
+    with drive(fleet, prompt(seed, TOKENS), prefill=first, decode="decode-0", seed=tenant) as one:
         assert _answer(one)[0] == list(golden(seed, TOKENS, OUTPUT))
     return tenant
 
@@ -180,3 +180,34 @@ def test_placement_has_a_prefix_fetched_that_only_another_prefill_node_holds(fle
     assert f"pull from prefill-1 {WHOLE_BLOCKS} tokens" in why.way
     parts = next(one.parts_s for one in why.candidates if one.node == "prefill-0")
     assert 0.0 < parts["fetch_s"] < parts["compute_s"] + parts["fetch_s"]
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("", 760), ("corrupt", 761), ("drop", 762)])
+def test_a_ring_fetches_too_and_computes_what_goes_wrong(fleet: Fleet, kind: str, seed: int) -> None:
+    tenant = secrets.token_bytes(16)
+    with drive(fleet, prompt(seed, TOKENS), prefill="prefill-0", decode="decode-0", seed=tenant) as one:
+        assert _answer(one)[0] == list(golden(seed, TOKENS, OUTPUT))
+    if kind:
+        fleet.arm("prefill-0", "part", kind, skip=1, count=1)  # of the parts that go to either rank
+    with drive(fleet, prompt(seed, TOKENS), prefill="prefill-1", decode="decode-1", seed=tenant) as one:
+        tokens, started = _answer(one, pull_from=_source(fleet, "prefill-0"))
+
+    assert tokens == list(golden(seed, TOKENS, OUTPUT))
+    assert started.pulled_tokens == (0 if kind else WHOLE_BLOCKS)
+
+
+@pytest.mark.full
+def test_a_source_that_is_killed_while_a_ring_fetches_costs_no_answer_and_no_page_of_any_rank(fleet: Fleet) -> None:
+    tenant = _known_to_others(fleet, 770, first="prefill-0")
+    pull_from, posted = _source(fleet, "decode-0"), _counters(fleet, "decode-0").get("parts_posted_total", 0.0)
+    fleet.arm("decode-0", "part", "delay", skip=1, seconds=30)
+    answers: list[list[int]] = []
+    with drive(fleet, prompt(770, TOKENS), prefill="prefill-1", decode="decode-1", seed=tenant) as one:
+        asking = threading.Thread(target=lambda: answers.append(_answer(one, pull_from=pull_from)[0]))
+        asking.start()
+        wait_until(lambda: _counters(fleet, "decode-0").get("parts_posted_total", 0.0) > posted, 10)
+        fleet.signal("decode-0", signal.SIGKILL)
+        asking.join(30)
+
+    assert answers == [list(golden(770, TOKENS, OUTPUT))]
+    wait_until(lambda: not fleet.unsettled(), 40, fleet.what_is_wrong)

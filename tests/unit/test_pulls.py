@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
+import grpc
 import pytest
 from grpc import aio
 
 from kvrelay.core.clock import Deadline
 from kvrelay.core.drain import DrainRequests
-from kvrelay.core.errors import RequestCancelledError
+from kvrelay.core.errors import RequestCancelledError, TransferError
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.lifecycle import StopSignals
 from kvrelay.core.types import Counters, Epoch, Incarnation
 from kvrelay.kv_transfer.hub_values import AdmittedHandoff
 from kvrelay.kv_transfer.local import Limits
 from kvrelay.kv_transfer.reader_hub import ReaderHub
+from kvrelay.prefill_node.fills import FillOrder, PullFrom
 from kvrelay.prefill_node.intake import NodeFacts
-from kvrelay.prefill_node.jobs import Job
+from kvrelay.prefill_node.jobs import Event, FillEnded, Job
 from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.leases import Leases
-from kvrelay.prefill_node.puller import Puller, PullFrom
+from kvrelay.prefill_node.puller import Puller
 from kvrelay.prefill_node.rank import RankWorker
+from kvrelay.prefill_node.rank_fetcher import RankFetcher
 from kvrelay.prefill_node.servicer import PrefillServicer
 from kvrelay.proto.convert import epoch_to_pb
-from kvrelay.proto.v1 import blocks_pb2, blocks_pb2_grpc, common_pb2, handoff_pb2
-from played_ring import BLOCK, Ring, a_job
+from kvrelay.proto.v1 import blocks_pb2, blocks_pb2_grpc, common_pb2, handoff_pb2, ring_pb2
+from played_ring import BLOCK, PAGE, Ring, a_job
 
 NODE, ROUTER = Incarnation("prefill", 1), Incarnation("router", 1)
 SOURCE = PullFrom(Incarnation("decode", 1), "nowhere:1", 4 * BLOCK)
 EPOCH = Epoch(NODE, 1)
+ADMITTED = AdmittedHandoff(EPOCH, "a", None, 0, 0.0, 0.0, 0, 0, 0.0)
 
 
 class AbortedAtItsEnd:
@@ -94,27 +100,92 @@ class OneEpoch:
         self.ends.append("aborted")
 
 
-async def test_a_pull_that_is_cancelled_before_its_admission_is_given_up_and_may_still_be_admitted() -> None:
-    ring, hub = Ring(), OneEpoch()
+class Fetching:
+    """A rank of a ring of one with its fetcher, whose hub does nothing by itself."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.ring, self.hub = Ring(), OneEpoch()
+        self.fetcher = RankFetcher(
+            rank=0, page_tokens=PAGE, loop=asyncio.get_running_loop(), limits=Limits(), wake=lambda: None
+        )
+        self.fetcher.wire(cast(ReaderHub, self.hub))
+        self.callbacks = self.fetcher.callbacks
+        job = a_job("a", 150)
+        source = PullFrom(SOURCE.node, endpoint, SOURCE.tokens)
+        assert self.ring.control.begin_fill(FillOrder("fill", job.request, source, job.block_hashes[:4], 9.0))
+
+    async def step(self) -> list[Event]:
+        """Let rank 0 say something, and hear what came of it."""
+        self.fetcher.obey(self.ring.control.plan(0.0))
+        await asyncio.sleep(0)
+        report = ring_pb2.RankReport()
+        self.fetcher.report(report)
+        return self.ring.control.applied([report])
+
+    async def called(self) -> None:
+        """Wait until the source has answered."""
+        async with asyncio.timeout(5):
+            while self.fetcher._calls:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def fetching(source: blocks_pb2_grpc.BlockSourceServicer) -> AsyncIterator[Fetching]:
     server = aio.server()
-    blocks_pb2_grpc.add_BlockSourceServicer_to_server(LyingSource(), server)
-    source = PullFrom(SOURCE.node, f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", SOURCE.tokens)
+    blocks_pb2_grpc.add_BlockSourceServicer_to_server(source, server)
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    puller = Puller(
-        on_step=lambda ask: ask(ring.control), block_tokens=BLOCK, row_bytes=1, timeout_s=9.0, limits=Limits()
-    )
-    puller.wire(cast(ReaderHub, hub))
-    pull = asyncio.create_task(puller.pull(a_job("a", 150), source, Deadline.after(9.0)))
-    async with asyncio.timeout(5):
-        while not puller._waits or puller._pushes:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-    pull.cancel()
-    await asyncio.wait((pull,))
-    assert hub.ends == ["aborted"]
-    puller.callbacks.on_admitted(AdmittedHandoff(EPOCH, "a", None, 0, 0.0, 0.0, 0, 0, 0.0))
-    puller.callbacks.on_pages_free(EPOCH, ())
-
-    assert pull.cancelled()
-    assert ring.pages.account().pinned == 0
+    yield Fetching(endpoint)
     await server.stop(None)
+
+
+async def test_a_fetch_that_is_given_up_before_it_has_landed_is_aborted_and_not_admitted_any_more() -> None:
+    async with fetching(LyingSource()) as one:
+        await one.step()
+        await one.called()  # it says that all is written; the session decides
+        one.ring.control.give_up_fill("fill", "not wanted")
+
+        assert await one.step() == [FillEnded("fill", reason="not wanted")]
+        assert one.hub.ends == ["aborted"]
+        with pytest.raises(TransferError, match="given up"):
+            one.callbacks.on_admitted(ADMITTED)
+        one.callbacks.on_pages_free(EPOCH, ())
+        await one.step()
+
+        assert (one.ring.pages.account().pinned, len(one.ring.control.fills)) == (0, 0)
+
+
+async def test_a_fetch_that_has_landed_is_released_once_it_is_cached_and_told_free_last() -> None:
+    async with fetching(LyingSource()) as one:
+        await one.step()
+        one.callbacks.on_admitted(ADMITTED)
+
+        assert (await one.step())[-1] == FillEnded("fill", num_tokens=4 * BLOCK)
+        assert one.hub.ends == []
+        await one.step()
+        assert one.hub.ends == ["released"]
+        one.callbacks.on_pages_free(EPOCH, ())
+        await one.step()
+        assert one.ring.pages.account().pinned == 0
+
+
+class Forgetful(blocks_pb2_grpc.BlockSourceServicer):
+    async def Push(self, request: blocks_pb2.PushRequest, context: Any) -> blocks_pb2.PushReply:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "0 of 4 blocks are here")
+        raise AssertionError("unreachable")
+
+
+async def test_what_the_source_refuses_fails_at_once_and_comes_back_when_it_can_write_no_more() -> None:
+    async with fetching(Forgetful()) as one:
+        await one.step()
+        await one.called()
+
+        assert await one.step() == [FillEnded("fill", reason="0 of 4 blocks are here")]
+        await one.step()
+        assert one.hub.ends == ["aborted"]
+        assert one.ring.pages.account().pinned == 4 * BLOCK // PAGE
+        one.callbacks.on_quarantined(EPOCH)
+        one.callbacks.on_pages_free(EPOCH, ())
+        await one.step()
+        account = one.ring.pages.account()
+        assert (account.pinned, account.quarantined) == (0, 0)

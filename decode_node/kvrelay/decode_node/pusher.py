@@ -16,6 +16,7 @@ from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.local import Limits
 from kvrelay.kv_transfer.outcome import Failed, Outcome
 from kvrelay.kv_transfer.pool_agent import local_pool
+from kvrelay.kv_transfer.push_servicer import picked_pages
 from kvrelay.kv_transfer.writer_endpoint import WriterEndpoint
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.proto.v1 import blocks_pb2
@@ -67,7 +68,9 @@ class Pusher:
         ticket = request.ticket
         if len(self._running) >= self._max_pushes:
             raise CapacityError(f"{len(self._running)} pushes run here, the limit is {self._max_pushes}")
-        pages = self._book.pin(request.block_hashes)
+        held = self._book.pin(request.block_hashes)
+        picked = picked_pages(request)
+        pages = held if picked is None else tuple(held[number] for number in picked)
         try:
             endpoint = WriterEndpoint(
                 ticket=ticket,
@@ -79,9 +82,9 @@ class Pusher:
                 limits=self._limits,
             )
         except BaseException:
-            self._book.release(pages)
+            self._book.release(held)
             raise
-        endpoint.sources_free.add_done_callback(lambda _: self._book.release(pages))
+        endpoint.sources_free.add_done_callback(lambda _: self._book.release(held))
         running = keep(endpoint.run(), name=f"push {ticket.request.request_id}")
         self._running.add(running)
         running.add_done_callback(self._running.discard)

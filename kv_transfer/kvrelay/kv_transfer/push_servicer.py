@@ -67,7 +67,22 @@ class PushServicer(blocks_pb2_grpc.BlockSourceServicer):
                 f"layout {ticket.layout_fingerprint.hex()} of the ticket, {layout.fingerprint.hex()} here"
             )
         num_blocks = len(request.block_hashes)
-        if not num_blocks or ticket.prompt_tokens != num_blocks * layout.block_tokens:
-            raise InvalidRequestError(f"a ticket for {ticket.prompt_tokens} tokens, {num_blocks} blocks")
+        num_tokens = num_blocks * layout.block_tokens
+        if request.pages:
+            last = max(run.first_page + run.num_pages for run in request.pages)
+            if last * layout.page_tokens > num_tokens:
+                raise InvalidRequestError(f"page {last - 1} of {num_blocks} blocks is asked for")
+            num_tokens = sum(run.num_pages for run in request.pages) * layout.page_tokens
+        if not num_blocks or ticket.prompt_tokens != num_tokens:
+            raise InvalidRequestError(
+                f"a ticket for {ticket.prompt_tokens} tokens, {num_blocks} blocks, {num_tokens} tokens asked for"
+            )
         if ticket.resident_tokens > ticket.prompt_tokens:
             raise InvalidRequestError(f"{ticket.resident_tokens} resident of {ticket.prompt_tokens} tokens")
+
+
+def picked_pages(request: blocks_pb2.PushRequest) -> tuple[int, ...] | None:
+    """Return which pages of the blocks are asked for, in order; None when all are."""
+    if not request.pages:
+        return None
+    return tuple(run.first_page + i for run in request.pages for i in range(run.num_pages))

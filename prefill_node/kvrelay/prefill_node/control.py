@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from kvrelay.core.errors import CapacityError, StaleMessageError
 from kvrelay.core.shard import Span
 from kvrelay.kvcache.allocator import PageAccount
-from kvrelay.prefill_node.fills import Fill, Fills
+from kvrelay.prefill_node.fills import FillOrder, Fills
 from kvrelay.prefill_node.jobs import CacheChanged, Computed, Event, Gone, HandoffFailed, Job, Opened, Phase
 from kvrelay.prefill_node.owned_runs import owned_runs
 from kvrelay.prefill_node.pages import RequestPages, RingPages
 from kvrelay.prefill_node.pushes import Pushes
 from kvrelay.prefill_node.scheduler import ChunkScheduler, NextChunk
-from kvrelay.proto.convert import pack_ids, span_to_pb
+from kvrelay.proto.convert import incarnation_from_pb, pack_ids, span_to_pb
 from kvrelay.proto.v1 import ring_pb2
 
 _MAX_OVERTAKEN = 16  # times a job that lacks room may be passed by smaller ones
@@ -57,13 +57,14 @@ class RingControl:
         self._scheduler = ChunkScheduler(chunk_tokens=chunk_tokens)
         self._records: dict[str, _Record] = {}  # in order of arrival
         self._computing: dict[bytes, str] = {}  # block -> the job that computes it, or the fill that brings it
-        self._fills = Fills(pages, block_tokens=block_tokens, computing=self._computing)
+        self.fills = Fills(pages, block_tokens=block_tokens, computing=self._computing)
         self.pushes = Pushes(pages, most=max_jobs)
         self._step_id = 0
         self._room = 0  # grows whenever a job that found no room might find some
         self._room_planned = 0  # its value at the last plan
         self._chunk: NextChunk | None = None  # of the step in work
         self._events: list[Event] = []
+        self._fences: list[ring_pb2.RingFence] = []
 
     def submit(self, job: Job, now_s: float) -> None:
         """Queue a job.
@@ -107,38 +108,32 @@ class RingControl:
     @property
     def _num_requests(self) -> int:
         """Those are counted, too, whose blocks are being fetched and that are submitted afterwards."""
-        return self.active_jobs + self._fills.num_under_way
+        return self.active_jobs + self.fills.num_under_way
 
     @property
     def _is_full(self) -> bool:
         return self._num_requests >= self._max_jobs
 
-    # What another node fills; see Fills. The ranks need not know of it.
-    def begin_fill(self, key: str, hashes: Sequence[bytes]) -> Fill | None:
-        """Take pages for a request's blocks; None when there is nothing to fetch, no room for it, or no place for the
-        request, which `submit` refuses then."""
+    def begin_fill(self, order: FillOrder) -> bool:
+        """Have blocks of a request fetched; False when there is nothing to fetch, no room for it, or no place for the
+        request, which `submit` refuses then. How it ends is an event."""
         if self._is_full:
-            return None
-        fill, evicted = self._fills.begin(key, hashes)
+            return False
+        begins, evicted = self.fills.begin(order)
         if evicted:
             self._events.append(CacheChanged(removed=tuple(evicted)))
-        return fill
+        return begins
 
-    def complete_fill(self, key: str) -> None:
+    def give_up_fill(self, key: str, reason: str) -> None:
+        """End a fill early; legal at any time."""
         self._room += 1
-        if added := self._fills.complete(key):
-            self._events.append(CacheChanged(added=tuple(added)))
+        self._events += self.fills.give_up(key, reason)
 
-    def give_up_fill(self, key: str) -> None:
-        self._room += 1
-        self._fills.give_up(key)
-
-    def quarantine_fill(self, key: str) -> None:
-        self._fills.quarantine(key)
-
-    def end_fill(self, key: str) -> None:
-        self._room += 1
-        self._fills.end(key)
+    def fence_writer(self, fence: ring_pb2.RingFence) -> int:
+        """Let every rank take lives of a node for dead; return the pages that they may still write."""
+        self._fences.append(fence)
+        alive = incarnation_from_pb(fence.alive) if fence.HasField("alive") else None
+        return self.fills.pages_of(fence.writer.name, start_id=fence.writer.start_id, alive=alive)
 
     def plan(self, now_s: float) -> ring_pb2.RingStep:
         """Return the next step: opens, one chunk if there is one to run, pushes, closes. An empty step is a tick."""
@@ -156,6 +151,9 @@ class RingControl:
                 if record.aborted:
                     step.aborts.append(key)
         self.pushes.plan(step)
+        self.fills.plan(step)
+        step.fences.extend(self._fences)
+        self._fences.clear()
         return step
 
     def applied(self, reports: Sequence[ring_pb2.RankReport]) -> list[Event]:
@@ -168,6 +166,8 @@ class RingControl:
             self._events += [HandoffFailed(key, reason) for key, reason in report.failed.items()]
             for key in report.drained:
                 self._drained(key, report.rank)
+            self._events += self.fills.reported(report)
+            self._room += len(report.fills_landed) + len(report.fills_failed) + len(report.fills_free)
             for key in self.pushes.drained(report.drained, report.rank):
                 self._room += 1
                 self._events.append(Gone(key))
@@ -197,7 +197,9 @@ class RingControl:
     @property
     def wants_step(self) -> bool:
         """The next step would do something; otherwise it may wait for a command, a report or a time limit."""
-        if self.has_chunk or self.pushes.wants_step or (self._room != self._room_planned and self.queued_jobs):
+        if self._fences or self.pushes.wants_step or self.fills.wants_step:
+            return True
+        if self.has_chunk or (self._room != self._room_planned and self.queued_jobs):
             return True
         return any(r.phase is Phase.CLOSING and not r.close_sent for r in self._records.values())
 

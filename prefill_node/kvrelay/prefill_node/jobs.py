@@ -87,4 +87,13 @@ class CacheChanged:
     removed: tuple[bytes, ...] = ()
 
 
-Event = Opened | Computed | HandoffFailed | Gone | CacheChanged
+@dataclass(frozen=True, slots=True)
+class FillEnded:
+    """What was to be fetched is cached now, or is given up."""
+
+    key: str
+    num_tokens: int = 0  # that came
+    reason: str | None = None  # why it failed; with none and no tokens, nothing was to be fetched
+
+
+Event = Opened | Computed | HandoffFailed | Gone | CacheChanged | FillEnded

@@ -19,6 +19,7 @@ from kvrelay.model.sampler import SamplerState, sample
 from kvrelay.prefill_node import jobs
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.device_queue import TimedChunk
+from kvrelay.prefill_node.fills import FillOrder
 from kvrelay.prefill_node.group import RingGroup
 from kvrelay.prefill_node.job_events import Done, Failed, FirstToken, JobEvent, Progress, Sink, Started
 from kvrelay.prefill_node.jobs import Job
@@ -29,9 +30,11 @@ from kvrelay.proto.convert import span_from_pb
 from kvrelay.proto.v1 import ring_pb2
 
 IDLE_TICK_S = 2.0  # keeps the ring's waits under the group timeout
+FILL_TICK_S = 0.02  # while other ranks fetch; what they report comes with a step
 BUSY_TICK_S = 0.05  # first wait while closes or waits for room are pending; longer and longer while nothing changes
 
 
+FillSink = Callable[[jobs.FillEnded], object]
 CacheListener = Callable[[jobs.CacheChanged], object]
 
 
@@ -85,6 +88,7 @@ class Leader:
         self._clock = clock
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}
+        self._fill_sinks: dict[str, FillSink] = {}
         self._jobs: dict[str, Job] = {}
         self._cancelled: set[str] = set()  # written by any thread; a set's add and test are atomic
         self._shut_down = threading.Event()
@@ -99,6 +103,14 @@ class Leader:
     def push(self, push: Push, sink: Sink) -> None:
         """Have cached blocks written into another node's pages; the sink hears once how that ended: Done, or Failed."""
         self._commands.put(lambda: self._push(push, sink))
+
+    def fill(self, order: FillOrder, sink: FillSink) -> None:
+        """Have blocks fetched from another node; the sink hears once how that ended."""
+        self._commands.put(lambda: self._fill(order, sink))
+
+    def give_up_fill(self, key: str, reason: str) -> None:
+        """End a fill early; legal at any time."""
+        self._commands.put(lambda: self._control.give_up_fill(key, reason))
 
     def cancel(self, key: str, reason: str) -> None:
         """End a job or a push; a chunk of it that is in work stops at its next layer. Unknown keys are ignored."""
@@ -215,6 +227,8 @@ class Leader:
                     self._end(event.key, Failed(TransferError(event.reason)), event.reason)
                 case jobs.CacheChanged():
                     self._on_cache(event)
+                case jobs.FillEnded():
+                    self._fill_sinks.pop(event.key)(event)
                 case jobs.Gone():
                     self._cancelled.discard(event.key)
                     self._jobs.pop(event.key, None)
@@ -235,6 +249,12 @@ class Leader:
             sink(Failed(err))
             return
         self._sinks[push.key] = sink
+
+    def _fill(self, order: FillOrder, sink: FillSink) -> None:
+        if self._control.begin_fill(order):
+            self._fill_sinks[order.key] = sink
+        else:
+            sink(jobs.FillEnded(order.key))
 
     def _cancel(self, key: str, reason: str) -> None:
         if self._control.phase_of(key) is None:
@@ -278,7 +298,15 @@ class Leader:
         if self._control.wants_step or self._relay_pending or self._shut_down.is_set():
             self._tick_s = BUSY_TICK_S
             return 0
-        if self._control.closing_jobs or self._control.queued_jobs or self._control.pushes.num_closing:
+        control, is_ring = self._control, self._group is not None
+        if is_ring and control.fills.num_under_way:
+            return FILL_TICK_S
+        if (
+            control.closing_jobs
+            or control.queued_jobs
+            or control.pushes.num_closing
+            or (is_ring and len(control.fills))
+        ):
             # What is awaited comes with a command, but for what the other ranks report: that needs a step.
             tick_s, self._tick_s = self._tick_s, min(2 * self._tick_s, IDLE_TICK_S)
             return tick_s

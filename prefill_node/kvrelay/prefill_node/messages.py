@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvrelay.core.clock import monotonic
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.types import PromptLogprobs
+from kvrelay.prefill_node.fills import PullFrom
 from kvrelay.prefill_node.job_events import Done, Failed, FirstToken, JobEvent, Progress, Started
-from kvrelay.prefill_node.puller import PullFrom
 from kvrelay.proto.convert import finish_to_pb, incarnation_from_pb, prompt_logprobs_to_pb, sampled_to_pb
 from kvrelay.proto.v1 import prefill_pb2
 

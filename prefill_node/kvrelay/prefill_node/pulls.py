@@ -1,68 +1,63 @@
-"""Everything by which a node of one rank fetches cached blocks from others, wired together."""
+"""Everything by which one rank has cached blocks written into its pages by other nodes, wired together."""
 
 from __future__ import annotations
 
 import asyncio
-
-from grpc import aio
+from collections.abc import Callable
 
 from kvrelay.core.supervise import keep
 from kvrelay.core.types import Counters, Incarnation
-from kvrelay.kv_transfer import hub_servicer
 from kvrelay.kv_transfer.pool_agent import PoolAgent, end_hub, reader_hub
 from kvrelay.model.loaded import Loaded
-from kvrelay.prefill_node.puller import Puller
+from kvrelay.prefill_node.rank_fetcher import RankFetcher
 from kvrelay.prefill_node.settings import PrefillSettings
-from kvrelay.prefill_node.step_answer import OnStep
 from kvrelay.prefill_node.wiring import transfer_limits
 from kvrelay.prefill_node.writer_watch import watch_writers
 
 
 class Pulls:
-    """Make it on the event loop; of a larger ring each rank would need its own, so those pull nothing."""
+    """Make it on the event loop of the rank's process."""
 
     def __init__(
         self,
         settings: PrefillSettings,
         loaded: Loaded,
         node: Incarnation,
+        rank: int,
         agent: PoolAgent,
         *,
-        on_step: OnStep,
+        wake: Callable[[], None],
     ) -> None:
-        layout, limits = loaded.pool.layout, transfer_limits(settings)
+        """`wake`: called on the loop when rank 0 is to hear something."""
+        limits = transfer_limits(settings)
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
-        self.puller = Puller(
-            on_step=on_step,
-            block_tokens=layout.block_tokens,
-            row_bytes=layout.row_bytes * layout.num_layers,
-            timeout_s=settings.pull_timeout_s,
+        self.fetcher = RankFetcher(
+            rank=rank,
+            page_tokens=loaded.pool.layout.page_tokens,
+            loop=asyncio.get_running_loop(),
             limits=limits,
+            wake=wake,
         )
         self._agent = agent
-        self._hub = reader_hub(agent, loaded.pool, node=node, callbacks=self.puller.callbacks, limits=limits)
-        self.puller.wire(self._hub)
+        self.hub = reader_hub(agent, loaded.pool, node=node, callbacks=self.fetcher.callbacks, limits=limits)
+        self.fetcher.wire(self.hub)
 
     @property
-    def counters(self) -> tuple[Counters, ...]:
-        """What was fetched, and how the hand-offs of it went."""
-        return self.puller.counters, self._hub.counters
-
-    def serve_on(self, server: aio.Server) -> None:
-        """Add what the nodes that are pulled from call."""
-        hub_servicer.add_to_server(self._hub, server)
+    def counters(self) -> Counters:
+        """How the hand-offs went."""
+        return self.hub.counters
 
     def start(self, endpoint: str) -> None:
-        """Begin; `endpoint` is where they call it."""
-        self._hub.endpoint = endpoint
+        """Begin; `endpoint` is where the nodes that are pulled from call this rank."""
+        self.hub.endpoint = endpoint
         settings = self._settings
         watch = watch_writers(
-            self._hub, index_url=settings.index_url, fleet=settings.fleet, period_s=settings.heartbeat_s
+            self.hub, index_url=settings.index_url, fleet=settings.fleet, period_s=settings.heartbeat_s
         )
-        self._tasks = [keep(self.puller.keep_time(), name="time of pulls"), keep(watch, name="writer watch")]
+        self._tasks = [keep(self.fetcher.keep_time(), name="time of pulls"), keep(watch, name="writer watch")]
 
     def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
-        end_hub(self._agent, self._hub)
+        end_hub(self._agent, self.hub)

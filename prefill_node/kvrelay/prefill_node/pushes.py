@@ -24,12 +24,14 @@ class Push:
     key: str  # its name inside the ring, unlike that of any request
     ticket: handoff_pb2.Ticket
     hashes: tuple[bytes, ...]
+    picked: tuple[int, ...] | None = None  # pages of these blocks that are asked for, by number; None = all
 
 
 @dataclass(slots=True)
 class _Record:
     push: Push
-    pages: tuple[RankPage, ...]
+    held: tuple[RankPage, ...]
+    pages: tuple[RankPage, ...]  # of these, the ones that are asked for
     sent: bool = False  # the ranks know of it
     closing: bool = False
     aborted: bool = False
@@ -67,7 +69,9 @@ class Pushes:
         assert push.key not in self._records, f"{push.key} has begun already"
         if len(self._records) >= self._most:
             raise CapacityError(f"{len(self._records)} pushes are on their way from here, the limit is {self._most}")
-        self._records[push.key] = _Record(push, self._pages.pin(push.hashes))
+        held = self._pages.pin(push.hashes)
+        pages = held if push.picked is None else tuple(held[number] for number in push.picked)
+        self._records[push.key] = _Record(push, held, pages)
 
     def phase_of(self, key: str) -> Phase | None:
         record = self._records.get(key)
@@ -108,7 +112,7 @@ class Pushes:
                 continue
             record.undrained.discard(rank)
             if record.close_sent and not record.undrained:
-                self._pages.release(record.pages)
+                self._pages.release(record.held)
                 del self._records[key]
                 over.append(key)
         return over

@@ -86,6 +86,18 @@ class _Request:
     last_chunk: int = 0  # as the device's queue counts them
 
 
+class Fetcher(Protocol):
+    """One rank's part of fetches, as the step thread sees it."""
+
+    def obey(self, step: ring_pb2.RingStep) -> None:
+        """Begin and end what a step says."""
+        ...
+
+    def report(self, report: ring_pb2.RankReport) -> None:
+        """Put into a report what came of it since the last one."""
+        ...
+
+
 class RankWorker:
     """Runs the chunks of this rank. Used by the step thread only."""
 
@@ -113,6 +125,7 @@ class RankWorker:
         self._open_writer = open_writer
         self._planner = planner
         self._counters = counters
+        self._fetcher: Fetcher | None = None
         self._more_counters = more_counters
         self._transfer_stuck_s = transfer_stuck_s
         self._requests: dict[str, _Request] = {}
@@ -121,6 +134,11 @@ class RankWorker:
         on_gpu = pool.device.type == "cuda"
         self._relay_stream = torch.cuda.Stream(pool.device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
 
+    def fetch_by(self, fetcher: Fetcher, counters: Counters) -> None:
+        """Let blocks be fetched; before the first step. The counters are reported along with the others."""
+        self._fetcher = fetcher
+        self._more_counters = (*self._more_counters, counters)
+
     def bind_thread(self) -> None:
         """Let the calling thread compute; once, before its first step."""
         self._pool.bind_thread()
@@ -128,6 +146,8 @@ class RankWorker:
     @torch.inference_mode()
     def run(self, step: ring_pb2.RingStep, should_stop: Callable[[], bool]) -> StepResult:
         """Do one step. `should_stop` is asked once per layer, and heeded on rank 0 only."""
+        if self._fetcher is not None:
+            self._fetcher.obey(step)
         for opened in step.opens:
             self._open(opened)
         for push in step.pushes:
@@ -324,6 +344,8 @@ class RankWorker:
             sum(request.relay is not None and request.relay.pending for request in self._requests.values())
         )
         self._counters.values[TRANSFER_STUCK] = self._transfer_stuck_s()
+        if self._fetcher is not None:
+            self._fetcher.report(report)
         for counters in (self._counters, *self._more_counters):
             report.counters.update(counters.values.copy())
         return report

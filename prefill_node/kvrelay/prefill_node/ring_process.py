@@ -27,7 +27,9 @@ from kvrelay.core.types import Counters, Incarnation, Role
 from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node.app import serve
 from kvrelay.prefill_node.follower import follow
+from kvrelay.prefill_node.follower_pulls import FollowerPulls
 from kvrelay.prefill_node.group import RingGroup, form, serve_store, spawn_ranks
+from kvrelay.prefill_node.pulls import Pulls
 from kvrelay.prefill_node.serving import RingStart
 from kvrelay.prefill_node.settings import PrefillSettings, RankPlace, rank_place
 from kvrelay.prefill_node.step_thread import start_step_thread
@@ -139,10 +141,18 @@ async def _obey(settings: PrefillSettings, place: RankPlace) -> None:
     watch_loop(loop, die)
     agent = start_rank_agent(loaded, settings, node, place.rank, on_fatal=lambda: die("the transfer thread died"))
     worker = rank_worker(loaded, settings, group, agent.transfer, node, loop, wake=lambda: None, counters=Counters())
+    pulls: FollowerPulls | None = None
+    if settings.pull_timeout_s:
+        # What comes of fetches is told with each step, and rank 0 steps while there are any.
+        own = Pulls(settings, loaded, node, place.rank, agent, wake=lambda: None)
+        pulls = await FollowerPulls.start(settings, own)
+        worker.fetch_by(own.fetcher, own.counters)
     with pace.serving():
         start_step_thread(lambda: follow(worker, group), lambda: loop.call_soon_threadsafe(ended.set))
         pace.settle()
         await ended.wait()
+    if pulls is not None:
+        await pulls.stop()
 
 
 def _meet_as_follower(group: RingGroup, loaded: Loaded) -> Incarnation:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 
 from kvrelay.core.types import Counters
+from kvrelay.kv_transfer.push_servicer import picked_pages
 from kvrelay.kv_transfer.wire import request_from_pb
 from kvrelay.prefill_node.job_events import Failed, JobEvent
 from kvrelay.prefill_node.leader import Leader
@@ -37,7 +38,7 @@ class RingPusher:
         ended: asyncio.Future[JobEvent] = loop.create_future()
         self.counters.add("pushes_total")
         self._leader.push(
-            Push(key, ticket, tuple(request.block_hashes)),
+            Push(key, ticket, tuple(request.block_hashes), picked_pages(request)),
             lambda event: loop.call_soon_threadsafe(_set_once, ended, event),
         )
         try:

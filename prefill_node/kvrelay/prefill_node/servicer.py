@@ -21,13 +21,14 @@ from kvrelay.core.errors import (
 )
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.types import Counters, Incarnation
+from kvrelay.prefill_node.fills import PullFrom
 from kvrelay.prefill_node.intake import NodeFacts, job_of
 from kvrelay.prefill_node.job_events import Done, Failed, FirstToken, JobEvent, Progress
 from kvrelay.prefill_node.jobs import Job, job_key
 from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.leases import Leases
 from kvrelay.prefill_node.messages import event_to_pb, source_of
-from kvrelay.prefill_node.puller import Puller, PullFrom
+from kvrelay.prefill_node.puller import Puller
 from kvrelay.prefill_node.stats import node_stats
 from kvrelay.prefill_node.step_answer import answer_of
 from kvrelay.proto.convert import (

@@ -31,6 +31,8 @@ from kvrelay.prefill_node.leases import Leases
 from kvrelay.prefill_node.pages import RingPages
 from kvrelay.prefill_node.published import Published
 from kvrelay.prefill_node.published_cost import add_measured
+from kvrelay.prefill_node.pull_servicer import PullServicer
+from kvrelay.prefill_node.puller import Puller
 from kvrelay.prefill_node.pulls import Pulls
 from kvrelay.prefill_node.rank import TRANSFER_STUCK
 from kvrelay.prefill_node.registration import LeaseThread
@@ -45,7 +47,7 @@ from kvrelay.proto.node_metrics import NodeMetrics
 from kvrelay.proto.server import Server, node_security
 from kvrelay.proto.server import serve as serve_grpc
 from kvrelay.proto.tls import Tls
-from kvrelay.proto.v1 import blocks_pb2, blocks_pb2_grpc, fleet_pb2, prefill_pb2, prefill_pb2_grpc
+from kvrelay.proto.v1 import blocks_pb2, blocks_pb2_grpc, decode_pb2_grpc, fleet_pb2, prefill_pb2, prefill_pb2_grpc
 
 _DRAIN_CHECK_S = 0.05
 _REGISTER_WAIT_S = 2.0
@@ -76,12 +78,21 @@ class PrefillServer:
         self._settings, self._loaded, self._ring = settings, loaded, ring
         self._tls = Tls.load(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key)
         self._loop, self._step_ended = asyncio.get_running_loop(), asyncio.Event()
+        self._pulls: Pulls | None = None
+        self._puller: Puller | None = None
+        if settings.pull_timeout_s:
+            self._pulls = Pulls(settings, loaded, ring.node, 0, ring.agent, wake=lambda: self._leader.wake())  # noqa: PLW0108 - made below
         self._published = Published(index_url=settings.index_url, fleet=settings.fleet, node=ring.node)
         self._leader = self._led_ring()
         self._leases = Leases(lease_s=settings.lease_s, on_expired=self._leader.cancel)
-        self._pulls: Pulls | None = None
-        if ring.group is None and settings.pull_timeout_s:
-            self._pulls = Pulls(settings, loaded, ring.node, ring.agent, on_step=self._leader.call)
+        if self._pulls is not None:
+            layout = loaded.pool.layout
+            self._puller = Puller(
+                self._leader,
+                block_tokens=layout.block_tokens,
+                row_bytes=layout.row_bytes * layout.num_layers,
+                timeout_s=settings.pull_timeout_s,
+            )
         self._pusher = RingPusher(self._leader)
         self._servicer = PrefillServicer(
             _facts(settings, loaded, ring),
@@ -90,10 +101,10 @@ class PrefillServer:
             counters=(
                 self._published.counters,
                 self._pusher.counters,
-                *(self._pulls.counters if self._pulls else ()),
+                *([self._puller.counters] if self._puller else []),
             ),
             on_drain=asked.ask,
-            puller=self._pulls.puller if self._pulls else None,
+            puller=self._puller,
         )
         self._registration = LeaseThread(
             self._leases,
@@ -118,6 +129,8 @@ class PrefillServer:
             loaded, settings, ring.group, ring.agent.transfer, ring.node, self._loop,
             wake=lambda: self._leader.wake(), counters=counters,  # noqa: PLW0108 - made below
         )  # fmt: skip
+        if self._pulls is not None:
+            worker.fetch_by(self._pulls.fetcher, self._pulls.counters)
         layout = loaded.pool.layout
         return Leader(
             _control(settings, loaded, ring.pages_per_rank),
@@ -170,7 +183,8 @@ class PrefillServer:
         )
         blocks_pb2_grpc.add_BlockSourceServicer_to_server(pushes, server)
         if self._pulls is not None:
-            self._pulls.serve_on(server)
+            servicer = PullServicer(self._pulls.hub, self._leader)  # type: ignore[abstract]
+            decode_pb2_grpc.add_DecodeNodeServicer_to_server(servicer, server)
 
     @property
     def active_requests(self) -> int:

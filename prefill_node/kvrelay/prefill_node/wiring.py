@@ -43,7 +43,7 @@ def start_rank_agent(
         TransferError: the transport does not start.
     """
     # A slot outlives its pull for as long as a fence is missing.
-    num_cells = (2 * settings.max_queued_requests if settings.ring_size == 1 else 1) * MAX_RING_SIZE
+    num_cells = (2 * settings.max_queued_requests if settings.pull_timeout_s else 1) * MAX_RING_SIZE
     return start_agent(loaded.pool, settings, node=node, rank=rank, num_cells=num_cells, on_fatal=on_fatal)
 
 

@@ -242,7 +242,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000)
     parser.add_argument("--out", type=Path, help="file for the result, as JSON")
-    parser.add_argument("--pulls", action="store_true", help="let prefill nodes fetch blocks from decode nodes too")
+    parser.add_argument(
+        "--pulls", action="store_true", help="let prefill nodes fetch cached blocks from other nodes too"
+    )
     options = parser.parse_args()
     spec = replace(SPEC, environ={"KVRELAY_PREFILL_PULL_TIMEOUT_S": "10" if options.pulls else "0"})
     result, began = Result(options.seed, options.minutes), conditions.now()

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.proto.v1 import handoff_pb2 as kvrelay_dot_proto_dot_v1_dot_handoff__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvrelay/proto/v1/blocks.proto\x12\nkvrelay.v1\x1a\x1ekvrelay/proto/v1/handoff.proto\"G\n\x0bPushRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvrelay.v1.Ticket\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\"\"\n\tPushReply\x12\x15\n\rpushed_tokens\x18\x01 \x01(\r2E\n\x0b\x42lockSource\x12\x36\n\x04Push\x12\x17.kvrelay.v1.PushRequest\x1a\x15.kvrelay.v1.PushReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvrelay/proto/v1/blocks.proto\x12\nkvrelay.v1\x1a\x1ekvrelay/proto/v1/handoff.proto\"k\n\x0bPushRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvrelay.v1.Ticket\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\"\n\x05pages\x18\x03 \x03(\x0b\x32\x13.kvrelay.v1.PageRun\"\"\n\tPushReply\x12\x15\n\rpushed_tokens\x18\x01 \x01(\r2E\n\x0b\x42lockSource\x12\x36\n\x04Push\x12\x17.kvrelay.v1.PushRequest\x1a\x15.kvrelay.v1.PushReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.proto.v1.blocks_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PUSHREQUEST']._serialized_start=77
-  _globals['_PUSHREQUEST']._serialized_end=148
-  _globals['_PUSHREPLY']._serialized_start=150
-  _globals['_PUSHREPLY']._serialized_end=184
-  _globals['_BLOCKSOURCE']._serialized_start=186
-  _globals['_BLOCKSOURCE']._serialized_end=255
+  _globals['_PUSHREQUEST']._serialized_end=184
+  _globals['_PUSHREPLY']._serialized_start=186
+  _globals['_PUSHREPLY']._serialized_end=220
+  _globals['_BLOCKSOURCE']._serialized_start=222
+  _globals['_BLOCKSOURCE']._serialized_end=291
 # @@protoc_insertion_point(module_scope)

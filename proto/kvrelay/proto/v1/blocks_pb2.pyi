@@ -25,23 +25,31 @@ class PushRequest(_message.Message):
 
     TICKET_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ticket(self) -> _handoff_pb2.Ticket:
         """Of the asking node: this node is its only writer, with all its ranks."""
 
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Names of all blocks of the ticket's tokens; those of its resident tokens are not written."""
+        """Names of a prompt's first blocks, without a gap."""
+
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedCompositeFieldContainer[_handoff_pb2.PageRun]:
+        """Which pages of these blocks the ticket is for, counted from the first block's first, in the order of the ticket's:
+        of a ring that asks, every rank has a ticket for those that it owns. Empty = all.
+        """
 
     def __init__(
         self,
         *,
         ticket: _handoff_pb2.Ticket | None = ...,
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        pages: _abc.Iterable[_handoff_pb2.PageRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "pages", b"pages", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,7 +29,7 @@ if _version_not_supported:
 
 class DecodeNodeStub(object):
     """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach). A prefill node
-    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from.
+    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from; so does each of its ranks.
     """
 
     def __init__(self, channel):
@@ -87,7 +87,7 @@ class DecodeNodeStub(object):
 
 class DecodeNodeServicer(object):
     """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach). A prefill node
-    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from.
+    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from; so does each of its ranks.
     """
 
     def Reserve(self, request, context):
@@ -211,7 +211,7 @@ def add_DecodeNodeServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class DecodeNode(object):
     """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach). A prefill node
-    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from.
+    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from; so does each of its ranks.
     """
 
     @staticmethod

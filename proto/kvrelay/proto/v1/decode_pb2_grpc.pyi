@@ -30,7 +30,7 @@ GRPC_VERSION: str
 
 class DecodeNodeStub:
     """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach). A prefill node
-    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from.
+    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from; so does each of its ranks.
     """
 
     @_typing.overload
@@ -62,7 +62,7 @@ class DecodeNodeStub:
 @_typing.type_check_only
 class DecodeNodeAsyncStub(DecodeNodeStub):
     """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach). A prefill node
-    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from.
+    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from; so does each of its ranks.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -90,7 +90,7 @@ class DecodeNodeAsyncStub(DecodeNodeStub):
 
 class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
     """Served by a decode node, for routers (Reserve, Decode, Abort, Renew) and for prefill ranks (Attach). A prefill node
-    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from.
+    that pulls serves Attach, Fenced and FenceWriter of it, for the nodes that it pulls from; so does each of its ranks.
     """
 
     @_abc_1.abstractmethod

@@ -88,7 +88,7 @@ class NodeRecord(_message.Message):
     local_tokens: _builtins.int
     """Most prompt tokens that a decode node computes itself instead of having them handed over; 0 = none."""
     pulls: _builtins.bool
-    """A prefill node that can fetch cached blocks from other nodes: one of a single rank."""
+    """A prefill node that fetches cached blocks from other nodes."""
     max_batch: _builtins.int
     """Most sequences of a decode step; those beyond take turns. 0 = not said."""
     other_link_token_s: _builtins.float

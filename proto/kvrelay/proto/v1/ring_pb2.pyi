@@ -132,6 +132,86 @@ class RingPush(_message.Message):
 Global___RingPush: _TypeAlias = RingPush  # noqa: Y015
 
 @_typing.final
+class RingFill(_message.Message):
+    """Blocks that another node is to write: every rank asks it for the pages that it owns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    SOURCE_RANKS_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """Its name inside the ring."""
+    endpoint: _builtins.str
+    """Where the source serves BlockSource."""
+    source_ranks: _builtins.int
+    """Ranks of the source."""
+    timeout_ms: _builtins.int
+    """Time for it, counted from receipt."""
+    @_builtins.property
+    def request(self) -> _common_pb2.RequestRef: ...
+    @_builtins.property
+    def source(self) -> _common_pb2.Incarnation: ...
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Names of the prompt's first blocks, up to the last one that is fetched."""
+
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwnedRun]:
+        """The pages that are to be written."""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        request: _common_pb2.RequestRef | None = ...,
+        source: _common_pb2.Incarnation | None = ...,
+        endpoint: _builtins.str = ...,
+        source_ranks: _builtins.int = ...,
+        block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        pages: _abc.Iterable[Global___OwnedRun] | None = ...,
+        timeout_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "endpoint", b"endpoint", "key", b"key", "pages", b"pages", "request", b"request", "source", b"source", "source_ranks", b"source_ranks", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RingFill: _TypeAlias = RingFill  # noqa: Y015
+
+@_typing.final
+class RingFence(_message.Message):
+    """An operator's word that lives of a node are dead; see FenceWriterRequest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WRITER_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def writer(self) -> _common_pb2.Incarnation: ...
+    @_builtins.property
+    def alive(self) -> _common_pb2.Incarnation: ...
+    def __init__(
+        self,
+        *,
+        writer: _common_pb2.Incarnation | None = ...,
+        alive: _common_pb2.Incarnation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "writer", b"writer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "writer", b"writer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RingFence: _TypeAlias = RingFence  # noqa: Y015
+
+@_typing.final
 class RingChunk(_message.Message):
     """One chunk of one request."""
 
@@ -186,6 +266,10 @@ class RingStep(_message.Message):
     ABORTS_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     PUSHES_FIELD_NUMBER: _builtins.int
+    FILLS_FIELD_NUMBER: _builtins.int
+    FILLS_TAKEN_FIELD_NUMBER: _builtins.int
+    FILLS_GIVEN_UP_FIELD_NUMBER: _builtins.int
+    FENCES_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     shutdown: _builtins.bool
     """Every rank exits after this step."""
@@ -205,6 +289,18 @@ class RingStep(_message.Message):
 
     @_builtins.property
     def pushes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RingPush]: ...
+    @_builtins.property
+    def fills(self) -> _containers.RepeatedCompositeFieldContainer[Global___RingFill]: ...
+    @_builtins.property
+    def fills_taken(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fills that are cached now: the sources may let go."""
+
+    @_builtins.property
+    def fills_given_up(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fills that every rank gives up."""
+
+    @_builtins.property
+    def fences(self) -> _containers.RepeatedCompositeFieldContainer[Global___RingFence]: ...
     def __init__(
         self,
         *,
@@ -215,10 +311,14 @@ class RingStep(_message.Message):
         aborts: _abc.Iterable[_builtins.str] | None = ...,
         shutdown: _builtins.bool = ...,
         pushes: _abc.Iterable[Global___RingPush] | None = ...,
+        fills: _abc.Iterable[Global___RingFill] | None = ...,
+        fills_taken: _abc.Iterable[_builtins.str] | None = ...,
+        fills_given_up: _abc.Iterable[_builtins.str] | None = ...,
+        fences: _abc.Iterable[Global___RingFence] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "chunk", b"chunk", "closes", b"closes", "opens", b"opens", "pushes", b"pushes", "shutdown", b"shutdown", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "chunk", b"chunk", "closes", b"closes", "fences", b"fences", "fills", b"fills", "fills_given_up", b"fills_given_up", "fills_taken", b"fills_taken", "opens", b"opens", "pushes", b"pushes", "shutdown", b"shutdown", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -268,6 +368,26 @@ class RankReport(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class FillsFailedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STEP_ID_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     STOPPED_FIELD_NUMBER: _builtins.int
@@ -275,6 +395,10 @@ class RankReport(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    FILLS_LANDED_FIELD_NUMBER: _builtins.int
+    FILLS_FAILED_FIELD_NUMBER: _builtins.int
+    FILLS_QUARANTINED_FIELD_NUMBER: _builtins.int
+    FILLS_FREE_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     rank: _builtins.int
     stopped: _builtins.bool
@@ -297,6 +421,22 @@ class RankReport(_message.Message):
         computed. A rank that holds position p reports the token at p + 1.
         """
 
+    @_builtins.property
+    def fills_landed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fills of which all that this rank asked for is here and right."""
+
+    @_builtins.property
+    def fills_failed(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Fills that failed on this rank, with the reason."""
+
+    @_builtins.property
+    def fills_quarantined(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fills whose source may still write here, and has not proven otherwise in time."""
+
+    @_builtins.property
+    def fills_free(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fills whose source can write here no more; the last that is said of them."""
+
     def __init__(
         self,
         *,
@@ -307,10 +447,14 @@ class RankReport(_message.Message):
         failed: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.PromptLogprobs] | None = ...,
+        fills_landed: _abc.Iterable[_builtins.str] | None = ...,
+        fills_failed: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        fills_quarantined: _abc.Iterable[_builtins.str] | None = ...,
+        fills_free: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "drained", b"drained", "failed", b"failed", "prompt_logprobs", b"prompt_logprobs", "rank", b"rank", "step_id", b"step_id", "stopped", b"stopped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "drained", b"drained", "failed", b"failed", "fills_failed", b"fills_failed", "fills_free", b"fills_free", "fills_landed", b"fills_landed", "fills_quarantined", b"fills_quarantined", "prompt_logprobs", b"prompt_logprobs", "rank", b"rank", "step_id", b"step_id", "stopped", b"stopped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

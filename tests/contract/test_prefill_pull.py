@@ -1,0 +1,103 @@
+"""Prefill nodes, alone and rings, fetch a cached prefix from each other: every rank its own pages, over real NIXL."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from contract.prefill_process import Client, NodeProcess, decode_peer, prefill_node
+from contract.prefill_requests import CHUNK, MODEL, a_ref, events_of, kinds, latents_of, recorded, some_prompt
+from kvrelay.index.server import EmbeddedServer
+from kvrelay.proto.v1 import prefill_pb2
+from oracle_data import FOLDER
+
+TOKENS = 700
+WHOLE = TOKENS // 64 * 64
+OPTIONS = ("--chunk-tokens", str(CHUNK), "--pull-timeout-s", "10")
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[dict[int, NodeProcess]]:
+    """Nodes by ring size, that all can fetch."""
+    recorded()
+    index = EmbeddedServer.start()
+    with ExitStack() as stack:
+        stack.callback(index.stop)
+        yield {
+            size: stack.enter_context(
+                prefill_node(FOLDER / MODEL, *OPTIONS, ring_size=size, index_url=index.url, name=f"ring-{size}")
+            )
+            for size in (1, 2, 3)
+        }
+
+
+@pytest_asyncio.fixture
+async def clients(nodes: dict[int, NodeProcess]) -> AsyncIterator[dict[int, Client]]:
+    made = {size: Client(node) for size, node in nodes.items()}
+    yield made
+    for client in made.values():
+        await client.close()
+
+
+def from_node(client: Client, *, tokens: int = TOKENS) -> prefill_pb2.PullFrom:
+    record = client.node.record
+    return prefill_pb2.PullFrom(
+        node=record.node, endpoint=client.node.endpoint, tokens=tokens, ring_size=record.ring_size
+    )
+
+
+@pytest.mark.parametrize(("source", "asker"), [(1, 3), (3, 1), (2, 3), (3, 2)])
+async def test_a_prefix_is_fetched_between_rings_of_any_two_sizes(
+    clients: dict[int, Client], source: int, asker: int
+) -> None:
+    prompt, ref = some_prompt(TOKENS), a_ref()
+    await events_of(clients[source].prefill(a_ref(), prompt))
+    await events_of(clients[asker].prefill(a_ref(), prompt[:130]))  # two blocks of it are there already
+    before = (await clients[asker].settled()).counters
+    async with decode_peer(FOLDER / MODEL) as peer:
+        ticket, pages = peer.reserve(ref, clients[asker].node, TOKENS)
+
+        events = await events_of(
+            clients[asker].prefill(ref, prompt, ticket=ticket, pull_from=from_node(clients[source]))
+        )
+
+        assert kinds(events)[-1] == "done"
+        assert (events[0].started.cached_tokens, events[0].started.pulled_tokens) == (WHOLE, WHOLE - 128)
+        await asyncio.wait_for(peer.admitted.get(), 5)
+        assert np.abs(peer.rows(pages, TOKENS).numpy() - latents_of(prompt)).max() < 1e-4
+    after = (await clients[asker].settled()).counters
+    assert after["prefill_tokens_executed"] - before["prefill_tokens_executed"] == TOKENS - WHOLE
+    assert after["pulled_tokens_total"] - before.get("pulled_tokens_total", 0.0) == WHOLE - 128
+    await clients[source].settled()
+    again = await events_of(clients[asker].prefill(a_ref(), prompt))  # it stays cached
+    assert again[0].started.cached_tokens == WHOLE
+
+
+async def test_a_source_that_has_forgotten_costs_a_ring_no_answer_and_no_page(clients: dict[int, Client]) -> None:
+    prompt = some_prompt(TOKENS)
+
+    events = await events_of(clients[3].prefill(a_ref(), prompt, pull_from=from_node(clients[2])))
+
+    assert (events[0].started.cached_tokens, events[0].started.pulled_tokens) == (0, 0)
+    assert kinds(events)[-1] == "done"
+    stats = await clients[3].settled(within_s=10)
+    assert stats.counters["pulls_failed_total"] >= 1
+
+
+async def test_requests_with_the_prefix_that_a_ring_fetches_wait_for_it(clients: dict[int, Client]) -> None:
+    prompt = some_prompt(TOKENS)
+    await events_of(clients[2].prefill(a_ref(), prompt))
+    before = (await clients[3].settled()).counters
+
+    tails = [prompt + some_prompt(70) for _ in range(6)]
+    source = from_node(clients[2])
+    await asyncio.gather(*(events_of(clients[3].prefill(a_ref(), one, pull_from=source)) for one in tails))
+
+    after = (await clients[3].settled()).counters
+    assert after["pulled_tokens_total"] - before.get("pulled_tokens_total", 0.0) == WHOLE
+    assert after["prefill_tokens_executed"] - before["prefill_tokens_executed"] == 6 * (TOKENS + 70 - WHOLE)
