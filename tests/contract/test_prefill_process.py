@@ -29,6 +29,7 @@ from contract.prefill_requests import (
     status_of,
 )
 from kvrelay.index.server import EmbeddedServer
+from kvrelay.proto.v1 import blocks_pb2
 from oracle_data import FOLDER
 
 pytestmark = NEEDS_RECORDING
@@ -91,6 +92,8 @@ async def test_a_drained_node_finishes_its_work_and_exits_with_status_0(index: E
         await asyncio.sleep(0.2)
         late = client.prefill(a_ref(), some_prompt(10))
         code, _ = await status_of(late)
+        with pytest.raises(aio.AioRpcError, match="leaves is draining"):
+            await client.blocks.Push(blocks_pb2.PushRequest())
         events = [event async for event in stream]
 
         assert code is grpc.StatusCode.UNAVAILABLE

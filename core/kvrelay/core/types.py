@@ -135,10 +135,13 @@ class Counters:
 
 
 def counted_together(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the counts of several owners: the sum of what has one name, or of a name in `_max` the largest."""
+    """Return the counts of several owners: the sum of what has one name, or of a name in `_max` the largest.
+
+    Other threads may go on counting meanwhile.
+    """
     together: dict[str, float] = {}
     for part in parts:
-        for name, value in part.items():
+        for name, value in dict(part).items():  # in one go: a name that is new would end a loop over the part itself
             others = together.get(name, 0.0)
             together[name] = max(others, value) if name.endswith("_max") else others + value
     return together

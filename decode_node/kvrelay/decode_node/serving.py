@@ -167,6 +167,7 @@ class DecodeServer:
             ring_size=1,
             layout=self._loaded.pool.layout,
             max_push_s=self._settings.max_request_s,
+            is_draining=lambda: self.node.draining,
         )
 
         def add_services(server: aio.Server) -> None:

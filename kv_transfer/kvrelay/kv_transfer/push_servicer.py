@@ -8,7 +8,7 @@ from typing import Any
 from grpc import aio
 
 from kvrelay.core import tracing
-from kvrelay.core.errors import InvalidRequestError, LayoutMismatchError, StaleMessageError
+from kvrelay.core.errors import InvalidRequestError, LayoutMismatchError, StaleMessageError, UnavailableError
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.types import Incarnation
@@ -25,16 +25,19 @@ class PushServicer(blocks_pb2_grpc.BlockSourceServicer):
         ring_size: int,
         layout: PageLayout,
         max_push_s: float,
+        is_draining: Callable[[], bool],
     ) -> None:
         """
         Args:
             push: writes the blocks and sees it through; returns the tokens that were written.
             node, ring_size, layout: of this node.
             max_push_s: longest time that a ticket may give a push, which holds blocks and delays a drain so long.
+            is_draining: refuse everything. A drain would have no end where others go on asking, and who reads blocks
+                must have gone before the pool is another role's.
         """
         self._push = push
         self._node, self._ring_size, self._layout = node, ring_size, layout
-        self._max_push_s = max_push_s
+        self._max_push_s, self._is_draining = max_push_s, is_draining
 
     async def Push(
         self, request: blocks_pb2.PushRequest, context: aio.ServicerContext[Any, Any]
@@ -49,10 +52,13 @@ class PushServicer(blocks_pb2_grpc.BlockSourceServicer):
         """Raise when a request is not for this node, or contradicts itself.
 
         Raises:
+            UnavailableError: this node is draining.
             StaleMessageError: the ticket names another writer.
             LayoutMismatchError: its pages mean something else than ours.
             InvalidRequestError: it is not for these blocks, or lasts too long.
         """
+        if self._is_draining():
+            raise UnavailableError(f"{self._node.name} is draining")
         ticket, layout = request.ticket, self._layout
         check_request_id(ticket.request.request_id)
         if ticket.timeout_ms > self._max_push_s * 1000:

@@ -180,6 +180,7 @@ class PrefillServer:
             ring_size=len(self._ring.pages_per_rank),
             layout=self._loaded.pool.layout,
             max_push_s=self._settings.max_request_s,
+            is_draining=lambda: self._servicer.draining,
         )
         blocks_pb2_grpc.add_BlockSourceServicer_to_server(pushes, server)
         if self._pulls is not None:

@@ -25,7 +25,7 @@ from kvrelay.core.errors import UnavailableError
 from kvrelay.index.registry import NodeRegistry
 from kvrelay.model.transformer import Model
 from kvrelay.proto import convert
-from kvrelay.proto.v1 import common_pb2, fleet_pb2
+from kvrelay.proto.v1 import blocks_pb2, common_pb2, fleet_pb2
 from oracle_data import MAX_MODEL_LEN, recording
 
 
@@ -39,6 +39,8 @@ async def test_a_draining_node_refuses_new_requests_and_finishes_the_others(lab:
     err = await refused(lab.stub.Reserve(lab.request([1], GREEDY)))
     assert (err.code(), says_retry(err)) == (grpc.StatusCode.UNAVAILABLE, True)
     assert "draining" in str(err.details())
+    err = await refused(lab.blocks.Push(blocks_pb2.PushRequest()))  # else others could hold up the drain for ever
+    assert (err.code(), says_retry(err)) == (grpc.StatusCode.UNAVAILABLE, True)
     assert (await lab.stats()).draining
     seen = await read(call)
     assert seen.done is not None
