@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NewType, Protocol, Self
 
@@ -18,6 +19,7 @@ from kvrelay.kv_transfer.values import MAX_RING_SIZE
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.cuda import Stream
 
 NUM_SOURCES = 4096  # one per fence that is being written; more than a node has hand-offs
 Source = NewType("Source", int)  # number of a source, not of a cell
@@ -140,20 +142,36 @@ class _HostNumbers:
 
 
 class _TensorNumbers:
+    """In memory of a device, by way of a stream of its own: on that of the model a fence would wait for all chunks and
+    steps that are queued there, and with it the thread that transfers, or the event loop.
+    """
+
     def __init__(self, numbers: Tensor) -> None:
         assert str(numbers.dtype) == "torch.int64", f"{numbers.dtype} numbers"
         assert numbers.is_contiguous()
         self._numbers = numbers
         device_id = numbers.device.index if numbers.device.type == "cuda" else None
         self.region = Region(numbers.data_ptr(), numbers.numel() * CELL_BYTES, -1 if device_id is None else device_id)
-
-    def store(self, at: int, value: int) -> None:
-        self._numbers[at] = value
-        if self._numbers.is_cuda:
-            # The transport reads device memory outside of torch's streams.
+        self._stream: Stream | None = None
+        if numbers.is_cuda:
             import torch  # noqa: PLC0415 (a node without a GPU may be without torch here)
 
-            torch.cuda.current_stream(self._numbers.device).synchronize()
+            self._stream = torch.cuda.Stream(numbers.device, priority=-1)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(numbers.device))  # which makes the zeros
+
+    def store(self, at: int, value: int) -> None:
+        with self._on_stream():
+            self._numbers[at] = value
+        if self._stream is not None:
+            self._stream.synchronize()  # the transport reads outside of torch's streams
 
     def load(self, at: int) -> int:
-        return int(self._numbers[at])
+        with self._on_stream():
+            return int(self._numbers[at])
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        if self._stream is None:
+            return nullcontext()
+        import torch  # noqa: PLC0415
+
+        return torch.cuda.stream(self._stream)
