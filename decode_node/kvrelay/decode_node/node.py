@@ -76,11 +76,10 @@ class DecodeNode:
             incarnation, self.records, self.counters, book, publisher, block_tokens=layout.block_tokens
         )
         self._hub: ReaderHub
-        self._steps: StepThread
 
     def wire(self, *, hub: ReaderHub, steps: StepThread) -> None:
         """Make the parts known that report back to this one; once, before the first request."""
-        self._hub, self._steps = hub, steps
+        self._hub = hub
         self._running.wire(hub=hub, steps=steps)
 
     @property
@@ -187,6 +186,7 @@ class DecodeNode:
         finish = record.finish_of_first
         if finish is None:
             self._running.join(record)  # first of all: the rest happens while its first step runs
+            self._running.cache_soon(record)
         else:
             record.events.put_nowait(record.admitted(self._clock()))
             # The hub notes the admission only when this returns.
@@ -194,7 +194,6 @@ class DecodeNode:
         self.counters.add("relayed_bytes", handoff.relayed_bytes)
         self.counters.add("early_bytes", handoff.early_bytes)
         self.counters.add("resident_tokens", record.resident_tokens)
-        self._running.cache(record)
 
     def on_failed(self, epoch: Epoch, request: Request, reason: str) -> None:
         """The hand-off, or the request as a whole, ends here; its pages come back by `on_free`."""
@@ -204,8 +203,7 @@ class DecodeNode:
         if record.phase is Phase.WAITING:
             record.phase = Phase.OVER
         elif record.phase is Phase.RUNNING:
-            record.phase = Phase.LEAVING
-            self._steps.leave(record.key)
+            self._running.give_up(record)
         else:
             return
         self.counters.add("requests_failed")

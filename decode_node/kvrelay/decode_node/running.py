@@ -5,6 +5,8 @@ Owned by the asyncio thread; never waits.
 
 from __future__ import annotations
 
+import asyncio
+
 from kvrelay.core.errors import ServeError
 from kvrelay.core.types import Counters, Epoch, FinishReason, Incarnation
 from kvrelay.decode_node.admission import PageBook
@@ -15,6 +17,8 @@ from kvrelay.decode_node.records import Records
 from kvrelay.decode_node.requests import Admitted, Done, First, Phase, Record
 from kvrelay.decode_node.runner import Chosen, Joined, Left, Prefilled, Stepped, StepThread, count_step
 from kvrelay.kv_transfer.reader_hub import ReaderHub
+
+_CACHE_AFTER_S = 0.02
 
 
 class RunningRequests:
@@ -84,7 +88,7 @@ class RunningRequests:
         record.events.put_nowait(First(first.token, at_s - record.began_s, record.computes))
         self._counters.add("local_prefills")
         self._counters.add("local_prefill_tokens", record.computes)
-        self.cache(record)
+        self.cache_soon(record)
         if first.finish is not None:
             self.finish(record, first.finish)
 
@@ -99,21 +103,46 @@ class RunningRequests:
         record.output.append(chosen.token.token_id)
         record.events.put_nowait(chosen.token)
         if chosen.finish is not None:
-            self.cache(record)
             self.finish(record, chosen.finish)
 
     def finish(self, record: Record, reason: FinishReason) -> None:
         if record.phase is Phase.RUNNING:
             self._over(record, record.done(reason))
 
+    def give_up(self, record: Record) -> None:
+        """Stop a request; `Left` is reported when the step thread has let go of its pages."""
+        if record.output:  # its prompt is complete
+            self._cache(record)
+        record.phase = Phase.LEAVING
+        self._steps.leave(record.key)
+
+    def cache_soon(self, record: Record) -> None:
+        """Cache and publish what is written of a prompt once its next token is out: a long one has thousands of blocks.
+
+        A request that ends before does so itself, however it ends.
+        """
+        asyncio.get_running_loop().call_later(_CACHE_AFTER_S, self._cache_running, record)
+
     def _over(self, record: Record, last: Done | ServeError) -> None:
         """End a request whose pages the step thread has let go of."""
         record.phase = Phase.OVER
         record.events.put_nowait(last)
-        self._counters.add("requests_failed" if isinstance(last, ServeError) else "requests_finished")
+        if isinstance(last, ServeError):
+            self._counters.add("requests_failed")
+            self._hub.released(record.epoch)
+        else:
+            self._counters.add("requests_finished")
+            asyncio.get_running_loop().call_soon(self._let_go, record)  # behind the words that go out
+
+    def _let_go(self, record: Record) -> None:
+        self._cache(record)
         self._hub.released(record.epoch)
 
-    def cache(self, record: Record) -> None:
+    def _cache_running(self, record: Record) -> None:
+        if record.phase is Phase.RUNNING:
+            self._cache(record)
+
+    def _cache(self, record: Record) -> None:
         """Cache and publish all blocks that are written."""
         hashes = record.written_hashes(self._block_tokens)
         self._publisher.publish(self._book.cache_blocks(hashes, record.pages))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from kvrelay.core.types import FinishReason, Sampling
 from kvrelay.index.reader import PrefixReader
 from kvrelay.model.checkpoint import load_model
 from kvrelay.model.transformer import Model
+from kvrelay.proto import convert
+from kvrelay.proto.v1 import common_pb2
 from oracle_data import LENGTHS, MAX_MODEL_LEN, oracle_folder, recording
 
 
@@ -160,3 +163,27 @@ async def test_dynamic_ntk_beyond_its_window_neither_uses_nor_fills_the_cache(in
             assert seen.token_ids == wanted.greedy
             assert seen.admitted[0].resident_tokens == 0
         assert (await lab.settled()).cached_pages == 0
+
+
+async def test_the_last_token_leaves_before_the_blocks_of_its_request_are_cached(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    cache_blocks, finish_to_pb = lab.server.node.book.cache_blocks, convert.finish_to_pb
+
+    def cached(hashes: Sequence[bytes], pages: Sequence[int]) -> list[bytes]:
+        happened.append("cached")
+        return cache_blocks(hashes, pages)
+
+    def told(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
+        happened.append("told")
+        return finish_to_pb(reason)
+
+    monkeypatch.setattr(lab.server.node.book, "cache_blocks", cached)
+    monkeypatch.setattr(convert, "finish_to_pb", told)
+    wanted = recording(ORACLE, 333)
+    seen = await lab.generate(wanted.prompt, Sampling(max_tokens=2))
+
+    assert seen.token_ids == wanted.greedy[:2]
+    assert happened[-2:] == ["told", "cached"]
+    assert (await lab.settled()).cached_pages == 5
