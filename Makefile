@@ -21,8 +21,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python -m kvrelay.cli.demo
 
+# Unit tests start no cluster, so two of them run side by side; all others have the machine for themselves. Both parts
+# run whatever fails, and each has a closing line of its own.
+WORKERS ?= 2
+DEFAULT_TESTS = -m "not full and not gpu and not compose" --durations=25
 test: install
-	$(PYTEST) -m "not full and not gpu and not compose"
+	@failed=0; \
+	$(PYTEST) $(DEFAULT_TESTS) -n $(WORKERS) --dist loadfile tests/unit || failed=1; \
+	$(PYTEST) $(DEFAULT_TESTS) --ignore=tests/unit || failed=1; \
+	exit $$failed
 
 test-full: install
 	$(PYTEST) -m "not gpu and not compose"

@@ -27,7 +27,7 @@ from kvrelay.proto.v1 import (
     prefill_pb2_grpc,
 )
 
-SETTLE_S = 8.0
+SETTLE_S = 20.0
 CALL_S = 5.0
 MESSAGE_BYTES = 256 << 20
 # Sessions in these states hold nothing.

@@ -131,20 +131,20 @@ async def test_a_ticket_for_another_writer_is_refused_before_it_is_used(kind: st
 async def test_a_reservation_nobody_renews_ends_without_traffic(decode: Reader) -> None:
     decode.reserve("r", writer=Incarnation.new("prefill"), lease_s=0.2)
 
-    await until(lambda: decode.freed, within_s=1.0)
+    await until(lambda: decode.freed)
 
     assert [reason for _, _, reason in decode.failed] == ["the holder's lease has run out"]
     assert decode.hub.renew(["r"]) == ["r"]
 
 
 async def test_a_renewed_reservation_lives_until_its_deadline(decode: Reader) -> None:
-    decode.reserve("r", writer=Incarnation.new("prefill"), lease_s=0.3, timeout_s=1.0)
+    decode.reserve("r", writer=Incarnation.new("prefill"), lease_s=1.0, timeout_s=2.0)
 
-    for _ in range(7):
+    for _ in range(15):
         assert decode.hub.renew(["r", "unknown"]) == ["unknown"]
         await asyncio.sleep(0.1)
         assert decode.freed == []
-    await until(lambda: decode.failed or decode.hub.renew(["r"]), within_s=1.0)
+    await until(lambda: decode.failed or decode.hub.renew(["r"]))
 
     assert [reason for _, _, reason in decode.failed] == ["the hand-off's time is over"]
 
@@ -181,7 +181,7 @@ async def test_a_writer_that_vanishes_is_quarantined_until_it_is_known_dead(kind
         assert "rank 0 went away" in decode.failed[0][2]
         assert decode.freed == []
 
-        await until(lambda: decode.hub.stats().quarantined_pages == 8, within_s=3.0)
+        await until(lambda: decode.hub.stats().quarantined_pages == 8)
         decode.hub.writer_dead(rank.writer, "reaped by its supervisor")
         assert decode.freed == []  # what it sent may still be in our sockets
         await until(lambda: decode.freed)

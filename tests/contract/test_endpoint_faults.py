@@ -98,7 +98,7 @@ async def test_one_write_that_cannot_be_posted_fails_the_whole_at_once(kind: str
         await until(lambda: decode.freed)
         await end.sources_free
 
-    assert time.monotonic() - start_s < 1.0
+    assert time.monotonic() - start_s < 5.0  # its time is 10 s
     assert [reason for _, _, reason in decode.failed] == ["rank 0 gave up: no such route"]
 
 

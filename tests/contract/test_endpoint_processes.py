@@ -57,7 +57,7 @@ async def test_a_stopped_writer_that_goes_on_after_the_abort_disturbs_nobody(kin
         assert await asyncio.to_thread(writer.stdout.readline) == "posting\n"
         os.kill(writer.pid, signal.SIGSTOP)
         decode.hub.abort(Request("r", 1), "redone elsewhere")
-        await until(lambda: decode.hub.stats().quarantined_pages or next_owner.epochs, within_s=3)
+        await until(lambda: decode.hub.stats().quarantined_pages or next_owner.epochs, within_s=20)
         assert next_owner.epochs == []  # no fence, no pages
 
         os.kill(writer.pid, signal.SIGCONT)

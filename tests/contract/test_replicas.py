@@ -94,7 +94,7 @@ async def two_routers(index: EmbeddedServer) -> AsyncIterator[tuple[Half, Half]]
 
 
 async def until_heard(half: Half, node: Incarnation, requests: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while half.replicas.others().get(node, Load()).requests != requests:  # noqa: ASYNC110 - told by another
             await asyncio.sleep(0.01)
 

@@ -74,7 +74,7 @@ async def test_a_tenant_that_floods_delays_another_by_what_is_on_the_nodes_only(
         await at_least(2, order)
         for at in range(5):
             tasks.create_task(place(placer, BLUE, order, seed=1000 + at))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.6)
         assert len(order) == 2  # no more than the nodes may have ahead
         for at in range(65):
             await at_least(at + 1, order)
@@ -96,7 +96,7 @@ async def test_a_request_that_is_cancelled_while_it_waits_takes_no_turn(index: E
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         order[0][1].release()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(20):
             await place(placer, RED, order, seed=9)
         order[1][1].release()
 

@@ -17,7 +17,7 @@ from kvrelay.prefill_node.settings import PrefillSettings
 async def test_a_drain_ends_the_process() -> None:
     asked = DrainRequests(StopSignals())
     asked.ask()
-    await asyncio.wait_for(asked.wait(), 1)
+    await asyncio.wait_for(asked.wait(), 20)
     assert asked.ending is Ending.LEAVES
 
 
@@ -32,7 +32,7 @@ async def test_a_change_of_role_is_refused_where_there_is_no_other_role() -> Non
 async def test_who_is_also_asked_to_leave_does_not_change_its_role() -> None:
     asked = DrainRequests(StopSignals(), why_no_switch="")
     asked.ask(switch_role=True)
-    await asyncio.wait_for(asked.wait(), 1)
+    await asyncio.wait_for(asked.wait(), 20)
     endings = [asked.ending]
     asked.ask()
     assert [*endings, asked.ending] == [Ending.SWITCHES, Ending.LEAVES]
@@ -81,7 +81,7 @@ async def test_a_node_changes_its_role_once_the_data_plane_has_let_go() -> None:
     node = DrainedAtOnce(asked, busy=2)
     asked.ask(switch_role=True)
 
-    assert await asyncio.wait_for(drained_for(node, asked), 1) is Ending.SWITCHES
+    assert await asyncio.wait_for(drained_for(node, asked), 20) is Ending.SWITCHES
     assert node.returns == 0
 
 
@@ -90,7 +90,7 @@ async def test_a_node_whose_pages_may_still_be_written_keeps_its_role_and_serves
     node = DrainedAtOnce(asked, busy=1_000_000)
     asked.ask(switch_role=True)
 
-    assert await asyncio.wait_for(drained_for(node, asked), 5) is Ending.LEAVES  # as `serve_again` asks for
+    assert await asyncio.wait_for(drained_for(node, asked), 20) is Ending.LEAVES  # as `serve_again` asks for
     assert (node.drains, node.returns) == (2, 1)
 
 
@@ -99,7 +99,7 @@ async def test_who_leaves_waits_for_no_peer() -> None:
     node = DrainedAtOnce(asked, busy=1_000_000)
     asked.ask()
 
-    assert await asyncio.wait_for(drained_for(node, asked), 1) is Ending.LEAVES
+    assert await asyncio.wait_for(drained_for(node, asked), 20) is Ending.LEAVES
 
 
 def test_the_other_role_has_the_same_common_settings(monkeypatch: pytest.MonkeyPatch) -> None:

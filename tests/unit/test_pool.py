@@ -125,17 +125,17 @@ def test_the_pool_outlives_its_views() -> None:
     assert view.sum() == view.numel()
 
 
-def test_a_checksum_does_not_hold_the_interpreter_lock() -> None:
-    memory = memoryview(bytearray(512 << 20))
-    latest_gap_s = 0.0
+def longest_gap_of_another_thread(memory: memoryview) -> float:
+    """Return for how long another thread stood still during a checksum, as a share of its time."""
+    longest_s = 0.0
     done = threading.Event()
 
     def watch() -> None:
-        nonlocal latest_gap_s
+        nonlocal longest_s
         last = time.perf_counter()
         while not done.is_set():
             now = time.perf_counter()
-            latest_gap_s = max(latest_gap_s, now - last)
+            longest_s = max(longest_s, now - last)
             last = now
             time.sleep(0)
 
@@ -146,8 +146,14 @@ def test_a_checksum_does_not_hold_the_interpreter_lock() -> None:
     took_s = time.perf_counter() - started
     done.set()
     watcher.join()
+    return longest_s / took_s
 
-    assert latest_gap_s < took_s / 2
+
+def test_a_checksum_does_not_hold_the_interpreter_lock() -> None:
+    memory = memoryview(bytearray(256 << 20))
+
+    # Other work on the machine may stop the thread as well, but not each time; with the lock held it would stand still.
+    assert any(longest_gap_of_another_thread(memory) < 0.5 for _ in range(10))
 
 
 def test_a_thread_takes_the_device_of_the_pool_it_computes_over(monkeypatch: pytest.MonkeyPatch) -> None:

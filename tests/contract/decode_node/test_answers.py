@@ -142,7 +142,7 @@ async def test_the_index_knows_the_blocks_that_are_here_and_forgets_evicted_ones
             return next((one.num_blocks for one in held if one.node == lab.server.node.incarnation), 0)
 
         async def becomes(number: int) -> None:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while await blocks_here() != number:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
 

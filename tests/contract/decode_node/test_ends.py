@@ -54,7 +54,7 @@ async def test_an_abort_at_each_stage_gives_everything_back_and_tells_both_sides
         assert not again.was_active, stage
         assert (await refused(stream)).code() is grpc.StatusCode.CANCELLED, stage
         if writing is not None:
-            outcome = await asyncio.wait_for(writing, 5)
+            outcome = await asyncio.wait_for(writing, 20)
             assert isinstance(outcome, Failed), stage
             assert "a test" in outcome.reason
         assert (await lab.settled()).cached_pages == 0, stage
@@ -142,7 +142,7 @@ async def test_a_running_request_that_nobody_listens_to_is_forgotten_when_it_is_
         assert (await lab.stub.Abort(common_pb2.AbortRequest(request=ticket.request))).was_active
 
         await lab.settled()
-        await asyncio.wait_for(lab.server.drained(), 5)
+        await asyncio.wait_for(lab.server.drained(), 20)
 
 
 async def test_a_client_may_give_more_time_than_the_default(model: Model, index_url: str) -> None:
@@ -262,7 +262,7 @@ async def test_pages_whose_writer_vanished_are_quarantined_until_its_end_is_prov
         await until(lambda: lab.server.stats().quarantined_pages)
         stats = await lab.stats()
         assert (stats.quarantined_pages, stats.pinned_pages, stats.free_pages) == (4, 0, 296)  # the prompt's
-        await asyncio.wait_for(lab.server.drained(), 1)  # it does not wait for the lost
+        await asyncio.wait_for(lab.server.drained(), 20)  # it does not wait for the lost
         assert "4 pages are in quarantine" in lab.server.why_not_elsewhere  # so this process keeps its role
         lab.server.serve_again()
         again = await lab.reserve([1], GREEDY)

