@@ -8,14 +8,14 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.cluster import Cluster, Spec, a_request, status_of, vocab_size
+from cluster.cluster import Cluster, a_request, status_of, vocab_size
+from cluster.specs import EVERY_LINE_LOGGED
 from kvrelay.proto.v1 import inference_pb2
-from oracle_data import oracle_folder, recording
+from oracle_data import recording
 
-ORACLE = "v3_dense"
-FOLDER = oracle_folder(ORACLE)
-VOCAB = vocab_size(FOLDER)
-SPEC = Spec(FOLDER, max_model_len=512, pool_pages=64)
+ORACLE = "v3_noaux"
+SPEC = EVERY_LINE_LOGGED
+VOCAB = vocab_size(SPEC.model)
 GOOD = [1, 2, 3]
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -30,8 +30,8 @@ def refusal(cluster: Cluster, request: inference_pb2.GenerateRequest) -> tuple[g
     ("prompt", "sampling", "words"),
     [
         ([], {"max_tokens": 4}, ["empty"]),
-        ([1] * 510, {"max_tokens": 4}, ["514", "512"]),
-        ([1] * 600, {"max_tokens": 1}, ["601", "512"]),
+        ([1] * 2046, {"max_tokens": 4}, ["2050", "2048"]),
+        ([1] * 2100, {"max_tokens": 1}, ["2101", "2048"]),
         ([VOCAB], {"max_tokens": 4}, [str(VOCAB)]),
         ([2**32 - 1], {"max_tokens": 4}, []),
         (GOOD, {"max_tokens": 4, "temperature": math.nan}, ["temperature"]),

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from cluster.cluster import Cluster, Spec, events, wait_until
-from kvrelay.model.embedded_path import embedded_checkpoint
+from cluster.cluster import Cluster, events, wait_until
+from cluster.specs import EMBEDDED
 from kvrelay.proto.v1 import inference_pb2
 
-SPEC = Spec(Path(embedded_checkpoint()), ring_size="1,2", pool_pages=256)
+SPEC = EMBEDDED
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 TTFT_PARTS = ("queue_ms", "tokenize_ms", "place_ms", "reserve_ms", "prefill_ms", "delivery_ms")
 SECOND_PARTS = ("exposed_relay_ms", "verify_ms", "admit_ms", "first_step_ms")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from cluster.cluster import Cluster, Spec
+from cluster.cluster import Cluster
+from cluster.specs import EMBEDDED
 from kvrelay.cli.manual import python_manual
-from kvrelay.model.embedded_path import embedded_checkpoint
 
-SPEC = Spec(Path(embedded_checkpoint()), ring_size="2", chunk_tokens=200, pool_pages=256)
+SPEC = EMBEDDED
 GRID = ("--lengths", "256,700", "--depths", "0.2,1", "--samples", "2", "--json")
 
 

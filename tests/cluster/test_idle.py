@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from cluster.cluster import Cluster, Spec
+from cluster.cluster import Cluster
+from cluster.specs import RING_OF_TWO
 from idle import Waiting, assert_idle
-from oracle_data import oracle_folder, recording
+from oracle_data import recording
 
-ORACLE = "v3_dense"
-FOLDER = oracle_folder(ORACLE)
-SPEC = Spec(FOLDER, ring_size="2", pool_pages=64)
+ORACLE = "v3_noaux"
+SPEC = RING_OF_TWO
 
 
 def test_an_idle_cluster_uses_under_5_percent_of_a_core_and_a_node_under_2(cluster: Cluster) -> None:

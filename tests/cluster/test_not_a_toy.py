@@ -9,15 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cluster.cluster import Cluster, Spec, vocab_size
+from cluster.cluster import Cluster, vocab_size
 from cluster.router_for_tests import RouterForTests
-from oracle_data import oracle_folder
+from cluster.specs import RING_OF_TWO
 
-ORACLE = "v3_noaux"
-FOLDER = oracle_folder(ORACLE)
-VOCAB = vocab_size(FOLDER)
+SPEC = RING_OF_TWO
 CHUNK = 100
-SPEC = Spec(FOLDER, ring_size="2", chunk_tokens=CHUNK, pool_pages=600)
+VOCAB = vocab_size(SPEC.model)
 
 
 def some_ids(seed: int, num_tokens: int) -> list[int]:

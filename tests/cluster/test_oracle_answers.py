@@ -11,7 +11,7 @@ from cluster.cluster import Cluster, Spec, running
 from oracle_data import LENGTHS, MAX_MODEL_LEN, NAMES, oracle_folder, recording
 
 # Model, ring size, prompt tokens per step (None = the whole prompt at once).
-CHOSEN = [("v2_yarn", 1, 100), ("v3_noaux", 3, 100), ("v3_dynamic_ntk", 3, 100), ("v3_odd_dims", 1, None)]
+CHOSEN = [("v2_yarn", 1, 100), ("v3_dynamic_ntk", 3, 100), ("v3_odd_dims", 1, None)]
 CASES = [
     pytest.param((name, ring_size, chunk), id=f"{name}-ring{ring_size}-chunk{chunk}")
     for name, ring_size, chunk in CHOSEN

@@ -7,18 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cluster.cluster import Cluster, Spec, a_request, wait_until
-from oracle_data import oracle_folder
+from cluster.cluster import Cluster, a_request, wait_until
+from cluster.specs import EVERY_LINE_LOGGED
 
 CALLER = ("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
-SPEC = Spec(
-    model=oracle_folder("v3_noaux"),
-    environ={
-        f"KVRELAY_{role}_{name}": value
-        for role in ("ROUTER", "PREFILL", "DECODE")
-        for name, value in (("LOG_FORMAT", "json"), ("LOG_LEVEL", "debug"))
-    },
-)
+SPEC = EVERY_LINE_LOGGED
 
 
 def lines_of(cluster: Cluster) -> list[dict[str, Any]]:

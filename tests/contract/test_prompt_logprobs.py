@@ -46,7 +46,7 @@ def expected(model: str, length: int) -> npt.NDArray[np.float64]:
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.full), 3])
 def outcomes(request: pytest.FixtureRequest) -> dict[tuple[str, int, int], Outcome]:
     """What rank 0 saw of each case."""
     size: int = request.param

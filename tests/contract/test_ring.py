@@ -63,7 +63,7 @@ def references() -> dict[tuple[str, int], npt.NDArray[np.float32]]:
     }
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.full), 3])
 def ring(request: pytest.FixtureRequest) -> tuple[int, dict[tuple[str, int, str], list[Outcome]]]:
     size: int = request.param
     cases = [a_case(*name) for name in IDS]

@@ -124,12 +124,12 @@ def test_r5_a_node_that_makes_no_progress_is_not_serving_and_gets_nothing(fleet:
     fleet.serve_on(node)
     fleet.arm(node, point, seconds=60.0, count=1)
     held = Watched(fleet, 540 + len(point), timeout_s=60)
-    wait_until(lambda: not serving(endpoint), STUCK_AFTER_S + 4)
-    wait_until(lambda: node not in {record.node.name for record in fleet.nodes()}, 6)
+    wait_until(lambda: not serving(endpoint), STUCK_AFTER_S + 10)
+    wait_until(lambda: node not in {record.node.name for record in fleet.nodes()}, 20)
     right(fleet, 541)
     fleet.remote.clear()
     held.assert_right()
-    wait_until(lambda: serving(endpoint), 5)
+    wait_until(lambda: serving(endpoint), 20)
 
 
 @pytest.mark.sabotage("nothing_is_ever_stuck")
@@ -138,5 +138,5 @@ def test_r5_a_router_whose_lease_thread_hangs_is_not_serving_until_it_moves_agai
     fleet.arm("router", "lease", seconds=60.0, count=1)
     wait_until(lambda: not serving(fleet.endpoint), STUCK_AFTER_S + 2 * LEASE_S + 4)
     fleet.remote.clear()
-    wait_until(lambda: serving(fleet.endpoint), 5)
+    wait_until(lambda: serving(fleet.endpoint), 20)
     right(fleet, 550)

@@ -188,8 +188,8 @@ async def test_a_bug_in_a_step_is_told_to_the_request_and_ends_the_process(prefi
     ("options", "text"),
     [
         (("--model", "/no/such/folder"), "/no/such/folder"),
-        ((), "model is required"),
-        (("--model", "m", "--no-such-option", "1"), "--no-such-option"),
+        pytest.param((), "model is required", marks=pytest.mark.full),
+        pytest.param(("--model", "m", "--no-such-option", "1"), "--no-such-option", marks=pytest.mark.full),
     ],
 )
 def test_a_wrong_start_is_one_line_and_status_1(options: tuple[str, ...], text: str) -> None:
