@@ -66,7 +66,7 @@ def serves_again(cluster: Cluster) -> None:
     wait_until(answered, 30, cluster.logs)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])  # P3 also kills a node of one rank
 def test_a_prefill_rank_is_killed_during_prefill(cluster: Cluster, rank: int) -> None:
     before = {record.node.name: record.node.start_id for record in cluster.nodes()}
 
@@ -84,6 +84,7 @@ def test_a_prefill_rank_is_killed_during_prefill(cluster: Cluster, rank: int) ->
     cluster.assert_settled(25)
 
 
+@pytest.mark.full  # F5 kills one by default
 def test_a_decode_node_is_killed_during_decode(cluster: Cluster) -> None:
     def hit() -> None:
         wait_until(lambda: cluster.stats()["decode-0"].active_requests > 0, 20)

@@ -80,7 +80,7 @@ class Steps:
 
 @pytest.fixture
 async def steps(model: Model) -> AsyncIterator[Steps]:
-    pool = LatentPool(model.layout(block_tokens=64), 400, torch.device("cpu"))
+    pool = LatentPool(model.layout(block_tokens=64), 700, torch.device("cpu"))
     engine = DecodeEngine(model, pool, max_batch=8)
     engine.warm_up()
     made = Steps(SingleEngine(model, pool))
