@@ -18,7 +18,7 @@ from decode_lab import (
     running,
 )
 from kvrelay.core import prefix_hash
-from kvrelay.core.types import FinishReason, Sampling
+from kvrelay.core.types import FinishReason, SampledToken, Sampling
 from kvrelay.index.reader import PrefixReader
 from kvrelay.model.checkpoint import load_model
 from kvrelay.model.transformer import Model
@@ -169,18 +169,18 @@ async def test_the_last_token_leaves_before_the_blocks_of_its_request_are_cached
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[str] = []
-    cache_blocks, finish_to_pb = lab.server.node.book.cache_blocks, convert.finish_to_pb
+    cache_blocks, sampled_to_pb = lab.server.node.book.cache_blocks, convert.sampled_to_pb
 
     def cached(hashes: Sequence[bytes], pages: Sequence[int]) -> list[bytes]:
         happened.append("cached")
         return cache_blocks(hashes, pages)
 
-    def told(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
+    def told(token: SampledToken) -> common_pb2.SampledToken:
         happened.append("told")
-        return finish_to_pb(reason)
+        return sampled_to_pb(token)
 
     monkeypatch.setattr(lab.server.node.book, "cache_blocks", cached)
-    monkeypatch.setattr(convert, "finish_to_pb", told)
+    monkeypatch.setattr(convert, "sampled_to_pb", told)
     wanted = recording(ORACLE, 333)
     seen = await lab.generate(wanted.prompt, Sampling(max_tokens=2))
 
