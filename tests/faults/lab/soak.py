@@ -48,6 +48,7 @@ class Result:
     stuck: list[str] = field(default_factory=list)
     leaked: list[str] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
+    fetched: dict[str, int] = field(default_factory=dict)  # prompt tokens, by node, since each last began to run
     worst_outcome_s: float = 0.0  # from a fault to the end of a request that it met
 
     @property
@@ -172,6 +173,15 @@ class Soak:
                 continue  # that process is just being restarted
 
 
+def _fetched(fleet: Fleet) -> dict[str, int]:
+    """Return the prompt tokens that each prefill node has fetched; nothing when a node does not answer."""
+    try:
+        counters = {name: stats.counters for name, stats in fleet.stats().items() if name.startswith("prefill")}
+    except grpc.RpcError:
+        return {}
+    return {name: int(of_node.get("pulled_tokens_total", 0.0)) for name, of_node in counters.items()}
+
+
 def _difference(got: Sequence[int], wanted: Sequence[int]) -> str:
     """Say where an answer leaves what was wanted."""
     at = next(
@@ -253,6 +263,7 @@ def main() -> int:
         golden(which, random.Random(which).randrange(1, LONGEST), max(OUTPUT))
     with running(spec) as fleet:
         Soak(fleet, result).run(options.minutes)
+        result.fetched = _fetched(fleet)
         logs = "" if result.good else fleet.logs()
     text = json.dumps({**began, **result.shown()}, indent=1) + "\n"
     sys.stdout.write(text)
