@@ -13,8 +13,10 @@ import numpy.typing as npt
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from kvrelay.core import prefix_hash
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Counters, SampledToken, Sampling
+from kvrelay.kvcache.host_store import HostStore
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.checkpoint import load_model
 from kvrelay.model.transformer import Model
@@ -22,6 +24,7 @@ from kvrelay.prefill_node.chunk_plan import ChunkPlanner
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.follower import follow
 from kvrelay.prefill_node.group import RingGroup, form, serve_store
+from kvrelay.prefill_node.host_copier import HostCopier
 from kvrelay.prefill_node.job_events import Done, Failed, FirstToken, JobEvent
 from kvrelay.prefill_node.jobs import Job
 from kvrelay.prefill_node.leader import Leader
@@ -50,6 +53,10 @@ class Case:
     prompt_logprobs: bool = False
     max_tokens: int = 8
     handoff_failure: str | None = None  # of every rank, from the start
+    before: tuple[tuple[int, ...], ...] = ()  # prompts that the ring computes first; the outcome is of the last one
+    seed: bytes = b""  # of the block hashes of all of them
+    num_pages: int = NUM_PAGES  # of a rank
+    host_pages: int = 0  # of a rank, for what leaves these
 
 
 @dataclass
@@ -119,15 +126,28 @@ def compute(
         device=pool.device,
     )
     worker = RankWorker(model, pool, ring, open_writer=open_writer, planner=planner, counters=counters)
+    leaders: list[Leader] = []  # this rank's, if it leads
+
+    def wake() -> None:
+        for leader in leaders:
+            leader.wake()
+
+    if case.host_pages:
+        store = HostStore(pool, case.host_pages)
+        worker.copier = HostCopier(store, counters=counters, wake=wake)
     told: list[JobEvent] = []
     if control is None:
         assert group is not None
         follow(worker, group)
     else:
-        told = _lead(case, Leader(control, worker, group, token_bytes=1, on_cache=lambda _: None, counters=counters))
+        leader = Leader(control, worker, group, token_bytes=1, on_cache=lambda _: None, counters=counters)
+        leaders.append(leader)
+        told = _lead(case, leader)
+        for held in control.host_counters:
+            counters.values.update(held.values)
     tokens = [event.token.token_id for event in told if isinstance(event, FirstToken)]
     errors = [str(event.error) for event in told if isinstance(event, Failed)]
-    writer = writers[0]
+    writer = writers[-1]
     sealed = writer.sealed_with is not None
     cached = writer.sealed_with[1] if writer.sealed_with else 0
     return Outcome(
@@ -138,42 +158,53 @@ def compute(
 
 def a_control(case: Case, ring_size: int) -> RingControl:
     pages = RingPages(
-        pages_per_rank=[NUM_PAGES] * ring_size,
+        pages_per_rank=[case.num_pages] * ring_size,
         page_tokens=PAGE_TOKENS,
         block_tokens=PAGE_TOKENS,
         chunk_tokens=case.chunk_tokens,
         align_tokens=case.align_tokens,
+        host_pages_per_rank=[case.host_pages] * ring_size if case.host_pages else (),
+        page_bytes=1,
     )
     return RingControl(pages, block_tokens=PAGE_TOKENS, chunk_tokens=case.chunk_tokens, max_jobs=4, prefix_wait_s=1.0)
 
 
 def _lead(case: Case, leader: Leader) -> list[JobEvent]:
-    events: list[JobEvent] = []
-
-    def sink(event: JobEvent) -> None:
-        events.append(event)
-        if isinstance(event, Done | Failed):
-            leader.shut_down()
-
-    ticket = handoff_pb2.Ticket(prompt_tokens=len(case.prompt), resident_tokens=case.resident_tokens)
-    prompt = np.array(case.prompt, dtype=np.int32)
-    ref = common_pb2.RequestRef(request_id="case", attempt=1)
-    sampling = Sampling(max_tokens=case.max_tokens, prompt_logprobs=case.prompt_logprobs)
-    leader.submit(Job(ref, prompt, sampling, block_hashes=case.block_hashes, ticket=ticket), sink)
+    """Run the prompts of a case one after the other; return what was told of the last one."""
     thread = threading.Thread(target=leader.run)
     thread.start()
+    events: list[JobEvent] = []
+    for number, prompt in enumerate((*case.before, case.prompt), start=1):
+        events.clear()
+        over = threading.Event()
+
+        def sink(event: JobEvent, over: threading.Event = over) -> None:
+            events.append(event)
+            if isinstance(event, Done | Failed):
+                over.set()
+
+        ticket = handoff_pb2.Ticket(prompt_tokens=len(prompt), resident_tokens=case.resident_tokens)
+        ids = np.array(prompt, dtype=np.int32)
+        ref = common_pb2.RequestRef(request_id=f"case{number}", attempt=1)
+        sampling = Sampling(max_tokens=case.max_tokens, prompt_logprobs=case.prompt_logprobs)
+        hashes = case.block_hashes
+        if case.seed:
+            hashes = tuple(prefix_hash.chain(case.seed, ids, block_tokens=PAGE_TOKENS))
+        leader.submit(Job(ref, ids, sampling, block_hashes=hashes, ticket=ticket), sink)
+        assert over.wait(60), "the ring has no answer"
+    leader.shut_down()
     thread.join()
     return events
 
 
-def a_pool(model: Model) -> LatentPool:
-    return LatentPool(model.layout(block_tokens=PAGE_TOKENS), NUM_PAGES, model.device)
+def a_pool(model: Model, num_pages: int = NUM_PAGES) -> LatentPool:
+    return LatentPool(model.layout(block_tokens=PAGE_TOKENS), num_pages, model.device)
 
 
 def alone(case: Case) -> Outcome:
     """Compute a case on one rank in this process, without any process group."""
     model = load_model(case.folder, dtype="float32", device=torch.device("cpu"))
-    return compute(model, case, None, a_pool(model), a_control(case, 1))
+    return compute(model, case, None, a_pool(model, case.num_pages), a_control(case, 1))
 
 
 def launch(cases: list[Case], ring_size: int, *, device_type: str = "cpu") -> list[list[Outcome]]:
@@ -214,9 +245,9 @@ def _rank_main(
         place = RankPlace(rank, ring_size, spawns=False)
         group = form(place, device, store=store, group_timeout_s=20.0, start_timeout_s=60.0)
     models = {case.folder: load_model(case.folder, dtype="float32", device=device) for case in cases}
-    pools = {folder: a_pool(model) for folder, model in models.items()}
+    pools = {(case.folder, case.num_pages): a_pool(models[case.folder], case.num_pages) for case in cases}
     outcomes = []
     for case in cases:
         control = a_control(case, ring_size) if rank == 0 else None
-        outcomes.append(compute(models[case.folder], case, group, pools[case.folder], control))
+        outcomes.append(compute(models[case.folder], case, group, pools[case.folder, case.num_pages], control))
     results.put((rank, outcomes))

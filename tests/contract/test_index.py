@@ -15,7 +15,7 @@ import pytest
 from index_lab import FLEET, A, B, a_writer
 from kvrelay.core import prefix_hash
 from kvrelay.core.supervise import watch_loop
-from kvrelay.core.types import Incarnation, Role
+from kvrelay.core.types import Incarnation, Role, Tier
 from kvrelay.index import writer as writer_module
 from kvrelay.index.reader import Confidence, Match, PrefixReader
 from kvrelay.index.server import EmbeddedServer
@@ -52,6 +52,18 @@ async def test_fleets_on_one_server_do_not_see_each_others_blocks(server: Embedd
 
         assert (await other.longest(HASHES)).holdings == ()
         await other.close()
+
+
+async def test_each_tier_of_a_node_is_a_holder_of_its_own(server: EmbeddedServer) -> None:
+    async with a_writer(server) as near, a_writer(server, tier=Tier.HOST) as far, a_reader(server) as reader:
+        near.publish(HASHES[:10])
+        far.publish(HASHES[:30])
+        async with asyncio.timeout(5):
+            while True:
+                answer = await reader.longest(HASHES)
+                if {one.tier: one.num_blocks for one in answer.holdings} == {Tier.DEVICE: 10, Tier.HOST: 30}:
+                    break
+        assert {(one.node, one.role) for one in answer.holdings} == {(A, Role.PREFILL)}
 
 
 async def test_the_longest_prefix_is_told_per_holder(server: EmbeddedServer) -> None:

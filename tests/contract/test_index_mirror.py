@@ -14,7 +14,7 @@ from redis import Redis
 
 from index_lab import FLEET, A, B, a_writer
 from kvrelay.core import prefix_hash
-from kvrelay.core.types import Role
+from kvrelay.core.types import Role, Tier
 from kvrelay.index import changes as changes_module
 from kvrelay.index import mirror as mirror_module
 from kvrelay.index import writer as writer_module
@@ -89,6 +89,20 @@ async def test_a_mirror_follows_what_holders_publish_and_retract(server: Embedde
         assert answer.confidence is Confidence.EXACT
         assert {(one.node, one.role) for one in answer.holdings} == {(A, Role.PREFILL), (B, Role.DECODE)}
         assert told(index, "gaps") == 0
+
+
+async def test_a_mirror_follows_each_tier_by_changes_and_by_snapshot(server: EmbeddedServer) -> None:
+    def tiers(index: PrefixIndex) -> dict[Tier, int]:
+        return {one.tier: one.num_blocks for one in index.mirror.longest(HASHES)}
+
+    async with a_writer(server) as near, a_writer(server, tier=Tier.HOST) as far, an_index(server) as index:
+        near.publish(HASHES[:20])
+        far.publish(HASHES[:20])
+        await until(lambda: index.mirror.is_exact and tiers(index) == {Tier.DEVICE: 20, Tier.HOST: 20})
+        near.retract(HASHES[5:20])  # to host memory: nothing else has to be told
+        await until(lambda: tiers(index) == {Tier.DEVICE: 5, Tier.HOST: 20})
+        async with an_index(server) as late:
+            await until(lambda: tiers(late) == {Tier.DEVICE: 5, Tier.HOST: 20})
 
 
 async def test_a_mirror_that_comes_late_reads_what_was_published_before(server: EmbeddedServer) -> None:

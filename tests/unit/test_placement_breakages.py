@@ -121,6 +121,7 @@ BREAKAGES: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = [
     ),
     ("test_mirror_state", "test_i7_the_mirror_stays_under_its_cap_and_says_that_it_forgot", mirror_has_no_cap),
     ("test_placement_faults", "test_i8_two_tenants_with_one_prompt_share_no_block", tenants_have_no_salt),
+    ("test_host_copies", "test_i8_tenants_share_no_block_in_host_memory", tenants_have_no_salt),
     (
         "test_simulated_fleet",
         "test_o1_at_three_times_capacity_goodput_stays_and_the_rest_is_refused",

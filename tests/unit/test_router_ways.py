@@ -238,3 +238,44 @@ def test_a_prompt_without_an_answer_is_fetched_too() -> None:
 
     assert (pair.decode, pair.remaining_tokens) == (None, 32)
     assert pair.pull is not None
+
+
+# -- what a prefill node has in host memory
+
+
+def in_host(token_s: float = 1e-6, **changes: Any) -> tuple[NodeView, Question]:
+    node = prefill("warm", host_token_s=token_s)
+    return node, asked(4000, cached_tokens={node.incarnation: 640}, host_tokens={node.incarnation: 3968}, **changes)
+
+
+def test_blocks_in_host_memory_cost_the_seconds_to_load_them() -> None:
+    node, question = in_host()
+
+    pair = place([P, node, D], question)
+
+    assert (names(pair), pair.remaining_tokens, pair.pull) == (("warm", "d"), 4000 - 3968, None)
+    assert "warm loads 3328 tokens from host memory in 0.00533 s, computing them" in pair.way
+    score = next(one for one in pair.scores if one.node is node)
+    assert score.parts["host_s"] == pytest.approx(0.002 + 3328e-6)
+    assert score.parts["compute_s"] == pytest.approx(32 * NodeCost().token_s)
+    assert pair.work_s == pytest.approx(score.parts["host_s"] + score.parts["compute_s"])
+
+
+def test_what_takes_longer_to_load_than_to_compute_is_computed() -> None:
+    node, question = in_host(token_s=1e-3)
+
+    pair = place([node, D], question)
+
+    assert pair.remaining_tokens == 4000 - 640
+    assert "loading 3328 tokens from host memory would take 3.33 s, computing them" in pair.way
+
+
+def test_another_nodes_pool_is_better_than_slow_host_memory() -> None:
+    node, question = in_host(token_s=9e-5)
+    near = replace(node, pulls=True)
+    question = replace(question, cached_tokens={HOLDER.incarnation: 3968})
+
+    pair = place([near, D, HOLDER], question)
+
+    assert pair.pull is not None
+    assert pair.pull.source == HOLDER

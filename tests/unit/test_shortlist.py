@@ -48,7 +48,7 @@ def a_fleet(rng: random.Random, num_nodes: int) -> list[NodeView]:
             queued_tokens=rng.choice((0, 0, 700, 90_000)), draining=rng.random() < 0.1, cost=rng.choice(costs),
             links={f"n{other}": rng.choice((1e-6, 1e-5, 1e-4)) for other in rng.sample(names, 20)},
             local_tokens=rng.choice((0, 256, 2000)), pulls=rng.random() < 0.7, chunk_tokens=rng.choice((0, 512, 8192)),
-            max_batch=rng.choice((0, 2, 4, 64)),
+            max_batch=rng.choice((0, 2, 4, 64)), host_token_s=rng.choice((0.0, 1e-6, 1e-3)),
         )
         for name in names
     ]  # fmt: skip
@@ -89,6 +89,7 @@ def test_the_choice_among_many_is_that_of_the_scan_over_all(seed: int, extra: in
         long_prompt_tokens=1024, usual_link_s=rng.choice((0.0, 1e-5)), cached_tokens=cached,
         no_pull=frozenset(one.incarnation for one in rng.sample(nodes, 5)),
         held_tokens={one: tokens for one, tokens in cached.items() if rng.random() < 0.8},
+        host_tokens={one.incarnation: prompt // PAGE * PAGE for one in rng.sample(nodes, rng.choice((0, 5, 40)))},
         loads=together(own, others), avoid=frozenset(one.incarnation for one in rng.sample(nodes, 2)),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:

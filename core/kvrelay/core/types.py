@@ -13,6 +13,13 @@ class Role(Enum):
     DECODE = "decode"
 
 
+class Tier(Enum):
+    """How near a node has a block. What is in DEVICE can be used at once and also counts as in HOST."""
+
+    DEVICE = "device"  # in the pool
+    HOST = "host"  # in the pool or in host memory behind it, from where it is loaded first
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Incarnation:
     """One life of one node: a restart keeps the name and gets a new start_id. Filled at process start."""

@@ -13,10 +13,14 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from kvrelay.core.errors import SettingsError, UnavailableError
-from kvrelay.core.types import Incarnation, Role
+from kvrelay.core.types import Incarnation, Role, Tier
 
-_ROLE_LETTER = {Role.PREFILL: b"P", Role.DECODE: b"D"}
-_LETTER_ROLE = {letter: role for role, letter in _ROLE_LETTER.items()}
+_LETTERS = {
+    (Role.PREFILL, Tier.DEVICE): b"P",
+    (Role.DECODE, Tier.DEVICE): b"D",
+    (Role.PREFILL, Tier.HOST): b"H",
+}
+_OF_LETTER = {letter: kind for kind, letter in _LETTERS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +108,11 @@ async def ask(command: Awaitable[Any]) -> Any:
     return answer
 
 
-def holder_id(node: Incarnation, role: Role) -> bytes:
-    """Return the bytes that name one life of one node in the index."""
-    return _ROLE_LETTER[role] + node.start_id.to_bytes(8, "big") + node.name.encode()
+def holder_id(node: Incarnation, role: Role, tier: Tier = Tier.DEVICE) -> bytes:
+    """Return the bytes that name one tier of one life of one node in the index."""
+    return _LETTERS[role, tier] + node.start_id.to_bytes(8, "big") + node.name.encode()
 
 
-def holder_of(raw: bytes) -> tuple[Incarnation, Role]:
+def holder_of(raw: bytes) -> tuple[Incarnation, Role, Tier]:
     """Undo `holder_id`."""
-    return Incarnation(raw[9:].decode(), int.from_bytes(raw[1:9], "big")), _LETTER_ROLE[raw[:1]]
+    return Incarnation(raw[9:].decode(), int.from_bytes(raw[1:9], "big")), *_OF_LETTER[raw[:1]]

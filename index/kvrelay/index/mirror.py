@@ -100,8 +100,8 @@ class IndexMirror:
         """Return how many leading blocks of a prompt each known holder has."""
         found = self._state.found(hashes)
         if self._nothing.keys() != self._state.known():
-            self._nothing = {holder: Holding(holder.node, holder.role, 0) for holder in self._state.holders}
-        some = {holder: Holding(holder.node, holder.role, depth) for holder, depth in found}
+            self._nothing = {holder: _holding(holder, 0) for holder in self._state.holders}
+        some = {holder: _holding(holder, depth) for holder, depth in found}
         return tuple((self._nothing | some).values())
 
     async def _run(self) -> None:
@@ -249,4 +249,8 @@ class IndexMirror:
             known.pop(holder, None)
 
     def _set_of(self, holder: Holder) -> bytes:
-        return self._keys.blocks_prefix.encode() + holder_id(holder.node, holder.role)
+        return self._keys.blocks_prefix.encode() + holder_id(holder.node, holder.role, holder.tier)
+
+
+def _holding(holder: Holder, num_blocks: int) -> Holding:
+    return Holding(holder.node, holder.role, num_blocks, holder.tier)

@@ -12,15 +12,16 @@ from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass
 
 from kvrelay.core.bits import positions
-from kvrelay.core.types import Incarnation, Role
+from kvrelay.core.types import Incarnation, Role, Tier
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """One life of one node, in one role."""
+    """One tier of one life of one node, in one role."""
 
     node: Incarnation
     role: Role
+    tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from enum import Enum
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import UnavailableError
-from kvrelay.core.types import Incarnation, Role
+from kvrelay.core.types import Incarnation, Role, Tier
 from kvrelay.index.changes import INCOMPLETE
 from kvrelay.index.client import Keys, ask, connect, holder_of
 
@@ -54,11 +54,12 @@ class Confidence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """How much of the asked prefix one node holds."""
+    """How much of the asked prefix one node holds, in one tier or nearer."""
 
     node: Incarnation
     role: Role
     num_blocks: int
+    tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ class PrefixReader:
         except (UnavailableError, TimeoutError):
             self._paused_until_s = self._clock() + PAUSE_S
             return NO_ANSWER
-        holdings = tuple(Holding(*holder_of(holder), num_blocks) for holder, num_blocks, _ in raw)
+        named = ((*holder_of(holder), num_blocks) for holder, num_blocks, _ in raw)
+        holdings = tuple(Holding(node, role, num_blocks, tier) for node, role, tier, num_blocks in named)
         degraded = any(incomplete for _, _, incomplete in raw)
         return Match(holdings, Confidence.DEGRADED if degraded else Confidence.EXACT)
 

@@ -1,7 +1,9 @@
 """What a node tells the index about its blocks.
 
-Each holder has one set of hashes, so a node that is gone takes its blocks with it when the set's lease runs out. The
-set also tells whether the server has lost it: a writer that finds its set missing gives all its hashes again. What
+Each holder has one set of hashes, so a node that is gone takes its blocks with it when the set's lease runs out. A node
+with host memory behind its cache is two holders: of what is in the pool, and of what is there or in host memory. So the
+longest prefix can be asked of both, and a block that leaves the pool for host memory changes only the first. The set
+also tells whether the server has lost it: a writer that finds its set missing gives all its hashes again. What
 changes in a set is told to the change stream in the same step.
 """
 
@@ -16,7 +18,7 @@ from itertools import islice
 
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.supervise import keep
-from kvrelay.core.types import Counters, Incarnation, Role
+from kvrelay.core.types import Counters, Incarnation, Role, Tier
 from kvrelay.index import changes
 from kvrelay.index.changes import INCOMPLETE, TELL
 from kvrelay.index.client import Keys, ask, connect, holder_id
@@ -78,17 +80,26 @@ class PrefixWriter:
     """
 
     def __init__(
-        self, url: str, fleet: str, *, node: Incarnation, role: Role, all_hashes: Callable[[], Iterable[bytes]]
+        self,
+        url: str,
+        fleet: str,
+        *,
+        node: Incarnation,
+        role: Role,
+        all_hashes: Callable[[], Iterable[bytes]],
+        tier: Tier = Tier.DEVICE,
+        counters: Counters | None = None,
     ) -> None:
         """
         Args:
+            counters: to count in, when one writer is not all; None = its own.
             all_hashes: returns the hashes of all blocks that the node holds now; called on the event loop.
         """
         keys = Keys(fleet)
         self._redis = connect(url, timeout_s=_TIMEOUT_S)
         self._apply = self._redis.register_script(_APPLY)
         self._leave = self._redis.register_script(_LEAVE)
-        self._holder = holder_id(node, role)
+        self._holder = holder_id(node, role, tier)
         blocks_key = keys.blocks_prefix.encode() + self._holder
         self._keys: list[bytes | str] = [keys.holders, blocks_key, keys.changes, keys.last_change]
         self._all_hashes = all_hashes
@@ -97,7 +108,7 @@ class PrefixWriter:
         self._must_republish = False
         self._set_exists = False  # on the server, as far as we know
         self._task: asyncio.Task[None] | None = None
-        self.counters = Counters()  # published, retracted, dropped, republished
+        self.counters = Counters() if counters is None else counters  # published, retracted, dropped, republished
 
     async def start(self) -> None:
         """Begin to send."""

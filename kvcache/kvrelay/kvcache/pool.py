@@ -46,7 +46,7 @@ class LatentPool:
         dtype = DTYPES[layout.dtype]
         try:
             if device.type == "cpu":
-                self._mapping = _map_host(self.region_bytes)
+                self._mapping = map_host(self.region_bytes)
                 self._all = torch.frombuffer(self._mapping, dtype=torch.uint8).zero_()
             else:
                 self._all = torch.zeros(self.region_bytes, dtype=torch.uint8, device=device)
@@ -92,6 +92,14 @@ class LatentPool:
         """Return a view [P * S, W] of one layer, indexed by slot."""
         return self._rows[layer]
 
+    def read_pages(self, pages: Tensor) -> Tensor:
+        """Return a copy [len(pages), num_layers, S, W] of whole pages; `pages` is int64 on the pool's device."""
+        return self._pages.transpose(0, 1).index_select(0, pages)
+
+    def write_pages(self, pages: Tensor, rows: Tensor) -> None:
+        """Store whole pages as `read_pages` returned them, in the pool's dtype and on its device."""
+        self._pages.transpose(0, 1).index_copy_(0, pages, rows)
+
     def write(self, layer: int, slots_T: Tensor, rows_TW: Tensor) -> None:
         """Store rows, converted to the pool's dtype; slots_T is int64 on the pool's device and has no duplicates."""
         rows = self._rows[layer]
@@ -102,7 +110,7 @@ class LatentPool:
         return self._rows[layer].index_select(0, slots_T)
 
 
-def _map_host(num_bytes: int) -> mmap.mmap:
+def map_host(num_bytes: int) -> mmap.mmap:
     """Return private anonymous memory, page aligned, in huge pages where the system grants them."""
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_HUGEPAGE)

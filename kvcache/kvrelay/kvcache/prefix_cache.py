@@ -48,8 +48,13 @@ class _Block(Generic[PageKey]):
 class PrefixCache(Generic[PageKey]):
     """Blocks by hash (see `kvrelay.core.prefix_hash`), least recently used leaf evicted first."""
 
-    def __init__(self, pages: Pages[PageKey]) -> None:
+    def __init__(
+        self, pages: Pages[PageKey], *, on_evict: Callable[[bytes, tuple[PageKey, ...]], object] | None = None
+    ) -> None:
+        """`on_evict`: told of each block that `evict` drops, while the cache still holds its pages; it may retain them,
+        and then they become free when it lets go."""
         self._pages = pages
+        self._on_evict = on_evict
         self._blocks: dict[bytes, _Block[PageKey]] = {}
         self._leaves: list[tuple[int, bytes]] = []  # heap of (used, hash); entries that are no longer true stay a while
         self._turn = 0
@@ -112,12 +117,12 @@ class PrefixCache(Generic[PageKey]):
         return True
 
     def evict(self, num_pages: int, useful: Callable[[PageKey], bool] = _any_page) -> list[bytes]:
-        """Drop least recently used leaves until `num_pages` useful pages are free again, or no drop would free one.
+        """Drop least recently used leaves until `num_pages` useful pages have no owner left, or no drop would free one.
 
         A leaf that would free nothing useful is spared as long as another leaf frees something.
 
         Args:
-            num_pages: how many more must become free.
+            num_pages: how many more must become free; those that `on_evict` retains are on their way to it.
             useful: which pages count; those of other allocators do not help one that is short.
 
         Returns:
@@ -227,6 +232,8 @@ class PrefixCache(Generic[PageKey]):
         while True:
             block = self._blocks.pop(name)
             freed += self._freeable(block, useful)
+            if self._on_evict is not None:
+                self._on_evict(name, block.pages)
             pages += block.pages
             dropped.append(name)
             if block.parent is None:

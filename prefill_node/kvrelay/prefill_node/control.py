@@ -8,40 +8,24 @@ CLOSING; blocks that every layer of every rank has computed stay behind in the p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 
 from kvrelay.core.errors import CapacityError, StaleMessageError
 from kvrelay.core.shard import Span
+from kvrelay.core.types import Counters
 from kvrelay.kvcache.allocator import PageAccount
 from kvrelay.prefill_node.fills import FillOrder, Fills
+from kvrelay.prefill_node.host_loads import load_from_host
+from kvrelay.prefill_node.job_record import JobRecord, chunk_message, open_message
 from kvrelay.prefill_node.jobs import CacheChanged, Computed, Event, Gone, HandoffFailed, Job, Opened, Phase
-from kvrelay.prefill_node.owned_runs import owned_runs
-from kvrelay.prefill_node.pages import RequestPages, RingPages
+from kvrelay.prefill_node.pages import LoadStart, RingPages
 from kvrelay.prefill_node.pushes import Pushes
 from kvrelay.prefill_node.scheduler import ChunkScheduler, NextChunk
-from kvrelay.proto.convert import incarnation_from_pb, pack_ids, span_to_pb
+from kvrelay.proto.convert import incarnation_from_pb
 from kvrelay.proto.v1 import ring_pb2
 
 _MAX_OVERTAKEN = 16  # times a job that lacks room may be passed by smaller ones
 _MAX_SHORT = 8  # jobs that lack room before the rest of the queue waits; bounds the work of one plan
-
-
-@dataclass(slots=True)
-class _Record:
-    job: Job
-    submitted_s: float
-    phase: Phase = Phase.QUEUED
-    pages: RequestPages | None = None
-    short_since: int | None = None  # state of the room, as counted by RingControl, in which it found none
-    sent_pages: int = 0  # prompt pages that the ranks know
-    committed_blocks: int = 0
-    overtaken: int = 0
-    waits_for: bytes | None = None  # block that another job is computing
-    waiting_since_s: float = 0.0
-    aborted: bool = False
-    close_sent: bool = False
-    undrained: set[int] = field(default_factory=set)
 
 
 class RingControl:
@@ -50,12 +34,13 @@ class RingControl:
     def __init__(
         self, pages: RingPages, *, block_tokens: int, chunk_tokens: int, max_jobs: int, prefix_wait_s: float
     ) -> None:
+        self.load_pays: Callable[[Span], bool] = lambda tokens: True  # load them from host memory, or compute them?
         self._pages = pages
         self._block_tokens = block_tokens
         self._max_jobs = max_jobs
         self._prefix_wait_s = prefix_wait_s
         self._scheduler = ChunkScheduler(chunk_tokens=chunk_tokens)
-        self._records: dict[str, _Record] = {}  # in order of arrival
+        self._records: dict[str, JobRecord] = {}  # in order of arrival
         self._computing: dict[bytes, str] = {}  # block -> the job that computes it, or the fill that brings it
         self.fills = Fills(pages, block_tokens=block_tokens, computing=self._computing)
         self.pushes = Pushes(pages, most=max_jobs)
@@ -79,7 +64,7 @@ class RingControl:
         self._pages.refuse_impossible(job.prompt_tokens)
         if self._is_full:
             raise CapacityError(f"{self._num_requests} requests wait or run here, the limit is {self._max_jobs}")
-        self._records[job.key] = _Record(job, now_s)
+        self._records[job.key] = JobRecord(job, now_s)
 
     def close(self, key: str, *, abort: bool) -> bool:
         """End a job, in whatever phase, or a push; its pages come back when every rank has drained.
@@ -120,8 +105,7 @@ class RingControl:
         if self._is_full:
             return False
         begins, evicted = self.fills.begin(order)
-        if evicted:
-            self._events.append(CacheChanged(removed=tuple(evicted)))
+        self._note_cache(removed=evicted)
         return begins
 
     def give_up_fill(self, key: str, reason: str) -> None:
@@ -141,9 +125,11 @@ class RingControl:
         self._room_planned = self._room
         step = ring_pb2.RingStep(step_id=self._step_id)
         step.opens.extend(self._admit(now_s))
+        step.copies.extend(self._pages.copies_to_tell())
         self._chunk = self._scheduler.next_chunk()
         if self._chunk is not None:
-            step.chunk.CopyFrom(self._chunk_message(self._chunk))
+            record = self._records[self._chunk.request_id]
+            step.chunk.CopyFrom(chunk_message(record, self._chunk, page_tokens=self._pages.page_tokens))
         for key, record in self._records.items():
             if record.phase is Phase.CLOSING and not record.close_sent:
                 record.close_sent = True
@@ -171,6 +157,9 @@ class RingControl:
             for key in self.pushes.drained(report.drained, report.rank):
                 self._room += 1
                 self._events.append(Gone(key))
+            any_copied, added = self._pages.copied(report.rank, report.copied)
+            self._room += any_copied
+            self._note_cache(added=added)
         return self.take_events()
 
     def take_events(self) -> list[Event]:
@@ -197,11 +186,21 @@ class RingControl:
     @property
     def wants_step(self) -> bool:
         """The next step would do something; otherwise it may wait for a command, a report or a time limit."""
-        if self._fences or self.pushes.wants_step or self.fills.wants_step:
+        if self._fences or self.pushes.wants_step or self.fills.wants_step or self._pages.has_copies_to_tell:
             return True
         if self.has_chunk or (self._room != self._room_planned and self.queued_jobs):
             return True
         return any(r.phase is Phase.CLOSING and not r.close_sent for r in self._records.values())
+
+    @property
+    def is_copying(self) -> bool:
+        """Blocks are on their way to or from host memory: the ranks will report their end."""
+        return self._pages.num_moving > 0
+
+    @property
+    def host_counters(self) -> Sequence[Counters]:
+        host = self._pages.host
+        return () if host is None else (host.counters,)
 
     def queued_tokens(self) -> int:
         """Return the prompt tokens that wait or are in work."""
@@ -234,14 +233,17 @@ class RingControl:
 
     def _admit(self, now_s: float) -> Iterable[ring_pb2.RingOpen]:
         opens: list[ring_pb2.RingOpen] = []
-        short: list[_Record] = []  # lack room; may be overtaken a bounded number of times
+        short: list[JobRecord] = []  # lack room; may be overtaken a bounded number of times
         for key, record in list(self._records.items()):
             if record.phase is not Phase.QUEUED:
                 continue
             if record.short_since != self._room:  # else nothing has changed since it found no room
                 if self._waits_for_prefix(record, now_s):
                     continue
-                self._take_pages(record)
+                if self._load_from_host(record):
+                    continue
+                if record.short_since != self._room:
+                    self._take_pages(record)
             if record.pages is None:
                 short.append(record)
                 if record.overtaken >= _MAX_OVERTAKEN or len(short) >= _MAX_SHORT:
@@ -252,55 +254,50 @@ class RingControl:
             opens.append(self._open(key, record, now_s))
         return opens
 
-    def _take_pages(self, record: _Record) -> None:
+    def _take_pages(self, record: JobRecord) -> None:
         record.pages, evicted = self._pages.take(record.job.usable_hashes, record.job.prompt_tokens)
         record.short_since = self._room if record.pages is None else None
-        if evicted:
-            self._events.append(CacheChanged(removed=tuple(evicted)))
+        self._note_cache(removed=evicted)
 
-    def _open(self, key: str, record: _Record, now_s: float) -> ring_pb2.RingOpen:
+    def _load_from_host(self, record: JobRecord) -> bool:
+        """True when blocks are on their way from host memory, and so waited for like a prefix that is computed."""
+        start, evicted = load_from_host(self._pages, record, block_tokens=self._block_tokens, pays=self.load_pays)
+        self._note_cache(removed=evicted)
+        if start is LoadStart.LATER:
+            record.short_since = self._room
+        return start is LoadStart.BEGUN
+
+    def _note_cache(self, *, added: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> None:
+        host = self._pages.take_host_change()
+        if added or removed or host.added or host.removed:
+            self._events.append(CacheChanged(tuple(added), tuple(removed), host.added, host.removed))
+
+    def _open(self, key: str, record: JobRecord, now_s: float) -> ring_pb2.RingOpen:
         assert record.pages is not None, "a job opens with its pages"
         job, cached_tokens = record.job, record.pages.cached_tokens
         record.phase = Phase.RUNNING
         record.committed_blocks = cached_tokens // self._block_tokens
-        record.sent_pages = cached_tokens // self._pages.page_tokens
         for block in job.block_hashes[record.committed_blocks :]:
             self._computing.setdefault(block, key)
         self._scheduler.add(key, Span(cached_tokens, job.prompt_tokens))
         self._events.append(Opened(key, cached_tokens, now_s - record.submitted_s))
-        return ring_pb2.RingOpen(
-            request=job.request,
-            prompt_tokens=job.prompt_tokens,
-            cached_tokens=cached_tokens,
-            cached_pages=owned_runs(record.pages.pages, Span(0, record.sent_pages)),
-            ticket=job.ticket,
-            prompt_logprobs=job.sampling.prompt_logprobs,
-        )
+        return open_message(record, page_tokens=self._pages.page_tokens)
 
-    def _waits_for_prefix(self, record: _Record, now_s: float) -> bool:
-        """True while another job computes the first block that this one would have to compute."""
+    def _waits_for_prefix(self, record: JobRecord, now_s: float) -> bool:
+        """True while the first block that this job would have to compute is coming otherwise."""
         hashes = record.job.usable_hashes
-        if record.waits_for is None or record.waits_for not in self._computing:
+        if record.waits_for is None or not self._is_coming(record.waits_for):
             cached = self._pages.cached_blocks(hashes)
             missing = hashes[cached] if cached < len(hashes) else None
-            if missing is None or missing not in self._computing:
+            if missing is None or not self._is_coming(missing):
                 record.waits_for = None
                 return False
             record.waits_for, record.waiting_since_s = missing, now_s  # the bound counts from the last progress
         return now_s - record.waiting_since_s < self._prefix_wait_s
 
-    def _chunk_message(self, chunk: NextChunk) -> ring_pb2.RingChunk:
-        record = self._records[chunk.request_id]
-        assert record.pages is not None, "a running job has pages"
-        known, record.sent_pages = record.sent_pages, -(-chunk.tokens.end // self._pages.page_tokens)
-        return ring_pb2.RingChunk(
-            request_id=chunk.request_id,
-            tokens=span_to_pb(chunk.tokens),
-            packed_ids=pack_ids(record.job.prompt_T[chunk.tokens.start : chunk.tokens.end]),
-            new_pages=owned_runs(record.pages.pages, Span(known, record.sent_pages)),
-            is_last=chunk.is_last,
-            next_id=None if chunk.is_last else int(record.job.prompt_T[chunk.tokens.end]),
-        )
+    def _is_coming(self, block: bytes) -> bool:
+        """Another job computes it, another node fills it, or it is being copied to or from host memory."""
+        return block in self._computing or self._pages.is_moving(block)
 
     def _commit(self, chunk: NextChunk) -> None:
         record = self._records.get(chunk.request_id)
@@ -315,7 +312,7 @@ class RingControl:
         record.committed_blocks = blocks.end
         if added:
             self._room += 1  # a job that begins with these blocks needs fewer pages
-            self._events.append(CacheChanged(added=tuple(added)))
+            self._note_cache(added=added)
         self._events.append(Computed(chunk.request_id, chunk.tokens.end))
         if chunk.is_last:
             self._release_claims(chunk.request_id)

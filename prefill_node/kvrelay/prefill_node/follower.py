@@ -19,4 +19,5 @@ def follow(worker: RankWorker, group: RingGroup) -> None:
         result = worker.run(step, lambda: False)
         group.send_to_leader(result.report.SerializeToString())
         if step.shutdown:
+            worker.close()
             return

@@ -17,7 +17,7 @@ from kvrelay.kv_transfer.outcome import Failed, Outcome
 from kvrelay.kv_transfer.pool_agent import local_pool
 from kvrelay.kv_transfer.writer_endpoint import WriterEndpoint
 from kvrelay.kvcache.pool import LatentPool
-from kvrelay.prefill_node.rank import Writer
+from kvrelay.prefill_node.rank_request import Writer
 from kvrelay.proto.v1 import handoff_pb2
 
 log = logging.getLogger(__name__)

@@ -81,10 +81,12 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class CacheChanged:
-    """Blocks that are now cached on this node, and blocks that no longer are."""
+    """Blocks that are now cached on this node, and blocks that no longer are; the same of its host memory."""
 
     added: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
+    host_added: tuple[bytes, ...] = ()
+    host_removed: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from kvrelay.proto.v1 import ring_pb2
 
 IDLE_TICK_S = 2.0  # keeps the ring's waits under the group timeout
 FILL_TICK_S = 0.02  # while other ranks fetch; what they report comes with a step
+COPY_TICK_S = 0.002  # of a ring whose ranks copy to or from host memory: only steps bring their reports
 BUSY_TICK_S = 0.05  # first wait while closes or waits for room are pending; longer and longer while nothing changes
 
 
@@ -151,6 +152,7 @@ class Leader:
             self._run_step(step)
             self._note_load()
             if step.shutdown:
+                self._worker.close()
                 return
 
     def _run_step(self, step: ring_pb2.RingStep) -> None:
@@ -299,6 +301,8 @@ class Leader:
             self._tick_s = BUSY_TICK_S
             return 0
         control, is_ring = self._control, self._group is not None
+        if control.is_copying:
+            return COPY_TICK_S if is_ring else BUSY_TICK_S  # alone, the end of a copy wakes this thread
         if is_ring and control.fills.num_under_way:
             return FILL_TICK_S
         if (

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 
 from kvrelay.core.errors import InvalidRequestError, StaleMessageError
@@ -15,9 +16,10 @@ from kvrelay.core.shard import Span
 from kvrelay.kvcache.allocator import PageAccount, PageAllocator, pages_of
 from kvrelay.kvcache.prefix_cache import PrefixCache
 from kvrelay.prefill_node import ring_plan
+from kvrelay.prefill_node.host_copies import HostChange, HostCopies, Loaded
+from kvrelay.prefill_node.host_tier import HostTier, RankPage
 from kvrelay.prefill_node.scheduler import chunks_of
-
-RankPage = tuple[int, int]  # (rank, page of that rank's pool)
+from kvrelay.proto.v1 import ring_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,14 @@ class RequestPages:
 
     pages: tuple[RankPage, ...]
     cached_tokens: int  # a multiple of the page size
+
+
+class LoadStart(Enum):
+    """What came of the wish to have blocks brought in from host memory."""
+
+    BEGUN = "begun"
+    LATER = "later"  # there will be room when what leaves is copied
+    NO_ROOM = "no room"
 
 
 class RingPages:
@@ -39,9 +49,19 @@ class RingPages:
         block_tokens: int,
         chunk_tokens: int,
         align_tokens: int,
+        host_pages_per_rank: Sequence[int] = (),
+        page_bytes: int = 0,
     ) -> None:
+        """
+        Args:
+            host_pages_per_rank: of host memory for blocks that leave the cache; empty = they are lost.
+            page_bytes: of one page in all layers, for the account of host memory.
+        """
         self._allocators = tuple(PageAllocator(number) for number in pages_per_rank)
-        self._cache: PrefixCache[RankPage] = PrefixCache(self)
+        self._host: HostCopies | None = None
+        if host_pages_per_rank:
+            self._host = HostCopies(HostTier(host_pages_per_rank), self, page_bytes=page_bytes)
+        self._cache: PrefixCache[RankPage] = PrefixCache(self, on_evict=self._host.evicted if self._host else None)
         self.page_tokens = page_tokens
         self._pages_per_block = block_tokens // page_tokens
         self._chunk_tokens = chunk_tokens
@@ -114,7 +134,8 @@ class RingPages:
         Reserving everything at once means that no request can get stuck half way for want of a page.
 
         Returns:
-            (pages, hashes of evicted blocks); pages is None when there is no room now.
+            (pages, hashes of evicted blocks); pages is None when there is no room now. With host memory behind the
+            cache room comes in two calls: what the first one evicts is free when it is copied.
         """
         cached = [page for block in self._cache.match(hashes) for page in block]
         cached = cached[: (prompt_tokens - 1) // self.page_tokens]
@@ -129,6 +150,9 @@ class RingPages:
             self.release(cached)
             return None, []
         evicted = self._make_room(wanted)
+        if self._is_short(wanted):  # until what leaves for host memory is copied
+            self.release(cached)
+            return None, evicted
         fresh = {rank: iter(pages_of(self._allocators[rank].allocate(number))) for rank, number in wanted.items()}
         pages = (*cached, *((rank, next(fresh[rank])) for rank in owners))
         return RequestPages(pages, cached_tokens), evicted
@@ -159,13 +183,104 @@ class RingPages:
         for allocator in self._allocators:
             allocator.check()
         self._cache.check()
+        if self._host is not None:
+            self._host.check()
+
+    # Host memory behind the cache.
+    @property
+    def host(self) -> HostCopies | None:
+        return self._host
+
+    @property
+    def num_moving(self) -> int:
+        """Blocks that are being copied to or from host memory."""
+        return self._host.num_moving if self._host else 0
+
+    @property
+    def has_copies_to_tell(self) -> bool:
+        return self._host is not None and self._host.has_unsent
+
+    def is_moving(self, block: bytes) -> bool:
+        return self._host is not None and self._host.is_moving(block)
+
+    def in_host(self, hashes: Sequence[bytes], prompt_tokens: int) -> Span | None:
+        """Return which blocks host memory has behind the cached ones, of those that the prompt can use."""
+        if self._host is None:
+            return None
+        cached = self.cached_blocks(hashes)
+        usable = -(-((prompt_tokens - 1) // self.page_tokens) // self._pages_per_block)
+        found = len(self._host.found(hashes[cached:usable]))
+        return Span(cached, cached + found) if found else None
+
+    def load(self, hashes: Sequence[bytes], blocks: Span, prompt_tokens: int) -> tuple[LoadStart, list[bytes]]:
+        """Begin to bring in blocks that `in_host` has found just now; each page goes to the rank whose memory has it.
+
+        Returns:
+            (what came of it, hashes of evicted blocks).
+        """
+        assert self._host is not None, "blocks were found in host memory"
+        names = hashes[blocks.start : blocks.end]
+        before = [page for block in self._cache.match(hashes[: blocks.start]) for page in block]
+        ranks = [[rank for rank, _ in block] for block in self._host.found(names)]
+        wanted = Counter(rank for block in ranks for rank in block)
+        self.retain(before)
+        self._host.pin(names)  # what is evicted below must not take their place
+        start, evicted = LoadStart.NO_ROOM, []
+        if self._may_have_room(-(-prompt_tokens // self.page_tokens) - len(before)) and self._can_make_room(wanted):
+            evicted = self._make_room(wanted)
+            start = LoadStart.LATER if self._is_short(wanted) else LoadStart.BEGUN
+        if start is not LoadStart.BEGUN:
+            self._host.unpin(names)
+            self.release(before)
+            return start, evicted
+        fresh = {rank: iter(pages_of(self._allocators[rank].allocate(number))) for rank, number in wanted.items()}
+        pages = [tuple((rank, next(fresh[rank])) for rank in block) for block in ranks]
+        held = (*before, *(page for block in pages for page in block))
+        parent = hashes[blocks.start - 1] if blocks.start else None
+        self._host.load(Loaded(parent, tuple(zip(names, pages, strict=True)), held))
+        return start, evicted
+
+    def count_host_hit(self) -> None:
+        """A prompt has found blocks in host memory, whether they are then loaded or not."""
+        if self._host is not None:
+            self._host.hit()
+
+    def copied(self, rank: int, copy_ids: Iterable[int]) -> tuple[bool, list[bytes]]:
+        """Take in which copies a rank has done; return (pages may be free, blocks that are cached now)."""
+        if self._host is None:
+            return False, []
+        any_done, loaded = self._host.copied(rank, copy_ids)
+        added: list[bytes] = []
+        for chain in loaded:
+            parent = chain.parent
+            for name, pages in chain.blocks:
+                if self._cache.insert(name, pages, parent=parent):
+                    added.append(name)
+                parent = name
+            self.release(chain.held)
+        return any_done, added
+
+    def copies_to_tell(self) -> list[ring_pb2.HostCopy]:
+        """Return what the ranks have to copy and were not told yet."""
+        return self._host.messages() if self._host else []
+
+    def take_host_change(self) -> HostChange:
+        """Return how host memory's blocks have changed since the last call."""
+        return self._host.take_change() if self._host else HostChange()
 
     def _may_have_room(self, num_pages: int) -> bool:
         """False: not even all ranks together have room, so nothing is worked out or evicted in vain."""
-        return self.free_pages >= num_pages or self.free_pages + self._cache.evictable_pages >= num_pages
+        if self.free_pages >= num_pages:
+            return True
+        coming = self._host.leaving() if self._host else 0
+        return self.free_pages + coming + self._cache.evictable_pages >= num_pages
 
     def _missing(self, rank: int, number: int) -> int:
-        return number - self._allocators[rank].free_pages
+        """Return how many pages more than are free, or will be when they are copied, a rank needs."""
+        return number - self._allocators[rank].free_pages - (self._host.leaving(rank) if self._host else 0)
+
+    def _is_short(self, wanted: Counter[int]) -> bool:
+        return any(number > self._allocators[rank].free_pages for rank, number in wanted.items())
 
     def _can_make_room(self, wanted: Counter[int]) -> bool:
         """False: some rank would stay short even without its cached pages."""

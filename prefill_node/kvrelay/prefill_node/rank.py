@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,36 +21,17 @@ from kvrelay.model.transformer import Model
 from kvrelay.prefill_node.chunk_plan import ChunkPlan, ChunkPlanner
 from kvrelay.prefill_node.device_queue import DeviceQueue, TimedChunk, to_device
 from kvrelay.prefill_node.group import Header
+from kvrelay.prefill_node.host_copier import HostCopier
 from kvrelay.prefill_node.jobs import job_key
 from kvrelay.prefill_node.prompt_logprobs import score
-from kvrelay.prefill_node.relay import PartWriter, Relay
+from kvrelay.prefill_node.rank_request import Fetcher, RankRequest, Writer
+from kvrelay.prefill_node.relay import Relay
 from kvrelay.prefill_node.ring import Ring
 from kvrelay.prefill_node.ring_plan import PageTable
 from kvrelay.proto.convert import prompt_logprobs_to_pb, span_from_pb, unpack_ids
 from kvrelay.proto.v1 import handoff_pb2, ring_pb2
 
 TRANSFER_STUCK = "transfer_stuck_s_max"  # a counter of every rank: see TransferThread.stuck_s
-
-
-class Writer(PartWriter, Protocol):
-    """One rank's end of one hand-off, as the step thread sees it."""
-
-    def abort(self, reason: str) -> None: ...
-
-    @property
-    def failure(self) -> str | None:
-        """Why the hand-off failed; None while it has not."""
-        ...
-
-    @property
-    def settled(self) -> bool:
-        """The reader has admitted the request."""
-        ...
-
-    @property
-    def sources_free(self) -> bool:
-        """No write can read this rank's pages any more."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,34 +48,6 @@ class _Ran:
     stopped: bool = False
     logits_V: Tensor | None = None
     prompt_logprobs: Sequence[PromptLogprobs] = ()
-
-
-@dataclass(slots=True)
-class _Request:
-    key: str
-    prompt_tokens: int
-    cached_tokens: int
-    table: PageTable
-    wants_logprobs: bool = False
-    is_push: bool = False  # of cached blocks, to another prefill node
-    writer: Writer | None = None
-    relay: Relay | None = None
-    failure_told: bool = False
-    settled_told: bool = False
-    closing: bool = False
-    last_chunk: int = 0  # as the device's queue counts them
-
-
-class Fetcher(Protocol):
-    """One rank's part of fetches, as the step thread sees it."""
-
-    def obey(self, step: ring_pb2.RingStep) -> None:
-        """Begin and end what a step says."""
-        ...
-
-    def report(self, report: ring_pb2.RankReport) -> None:
-        """Put into a report what came of it since the last one."""
-        ...
 
 
 class RankWorker:
@@ -128,7 +80,8 @@ class RankWorker:
         self._fetcher: Fetcher | None = None
         self._more_counters = more_counters
         self._transfer_stuck_s = transfer_stuck_s
-        self._requests: dict[str, _Request] = {}
+        self.copier: HostCopier | None = None  # set before the first step when host memory is behind the cache
+        self._requests: dict[str, RankRequest] = {}
         self._queue = DeviceQueue.of(pool.device)
         # Checksums are short, and go before what is left of a long kernel: else they end with it, and the part waits.
         on_gpu = pool.device.type == "cuda"
@@ -143,9 +96,17 @@ class RankWorker:
         """Let the calling thread compute; once, before its first step."""
         self._pool.bind_thread()
 
+    def close(self) -> None:
+        """Wait for the copies that were begun: nothing of this worker touches the pool afterwards."""
+        if self.copier is not None:
+            self.copier.close()
+
     @torch.inference_mode()
     def run(self, step: ring_pb2.RingStep, should_stop: Callable[[], bool]) -> StepResult:
         """Do one step. `should_stop` is asked once per layer, and heeded on rank 0 only."""
+        for copy in step.copies:
+            assert self.copier is not None, "rank 0 and this rank have the same setting"
+            self.copier.obey(copy, rank=self._ring.rank)
         if self._fetcher is not None:
             self._fetcher.obey(step)
         for opened in step.opens:
@@ -188,7 +149,7 @@ class RankWorker:
         table = PageTable(prompt_tokens=opened.prompt_tokens, page_tokens=self._pool.layout.page_tokens)
         _fill(table, opened.cached_pages)
         key = job_key(opened.request)
-        request = _Request(key, opened.prompt_tokens, opened.cached_tokens, table, opened.prompt_logprobs)
+        request = RankRequest(key, opened.prompt_tokens, opened.cached_tokens, table, opened.prompt_logprobs)
         if opened.HasField("ticket"):
             self._relay(request, opened.ticket).queue_cached(opened.cached_tokens)
         self._requests[key] = request
@@ -197,14 +158,14 @@ class RankWorker:
         ticket = push.ticket
         table = PageTable(prompt_tokens=ticket.prompt_tokens, page_tokens=self._pool.layout.page_tokens)
         _fill(table, push.pages)
-        request = _Request(push.key, ticket.prompt_tokens, ticket.prompt_tokens, table, is_push=True)
+        request = RankRequest(push.key, ticket.prompt_tokens, ticket.prompt_tokens, table, is_push=True)
         relay = self._relay(request, ticket)
         relay.queue_cached(ticket.prompt_tokens)
         with self._relaying():
             relay.seal(first_token=None, cached_tokens=0)
         self._requests[push.key] = request
 
-    def _relay(self, request: _Request, ticket: handoff_pb2.Ticket) -> Relay:
+    def _relay(self, request: RankRequest, ticket: handoff_pb2.Ticket) -> Relay:
         request.writer = self._open_writer(ticket)
         request.relay = Relay(
             request.writer,
@@ -245,7 +206,7 @@ class RankWorker:
     def _compute(
         self,
         step_id: int,
-        request: _Request,
+        request: RankRequest,
         chunk: Span,
         plan: ChunkPlan,
         ids: np.ndarray[tuple[int], np.dtype[np.int32]],
@@ -340,6 +301,8 @@ class RankWorker:
             if request.closing and has_ended and (request.writer is None or request.writer.sources_free):
                 report.drained.append(request.key)
                 del self._requests[request.key]
+        if self.copier is not None:
+            report.copied.extend(self.copier.take_done())
         self._counters.values["relay_pending"] = float(
             sum(request.relay is not None and request.relay.pending for request in self._requests.values())
         )

@@ -33,7 +33,7 @@ from kvrelay.prefill_node.pulls import Pulls
 from kvrelay.prefill_node.serving import RingStart
 from kvrelay.prefill_node.settings import PrefillSettings, RankPlace, rank_place
 from kvrelay.prefill_node.step_thread import start_step_thread
-from kvrelay.prefill_node.wiring import load_rank, rank_worker, start_rank_agent
+from kvrelay.prefill_node.wiring import load_rank, rank_host_pages, rank_worker, start_rank_agent
 from kvrelay.proto.convert import incarnation_from_pb, incarnation_to_pb
 from kvrelay.proto.v1 import common_pb2, fleet_pb2
 
@@ -77,7 +77,7 @@ def _lead(settings: PrefillSettings, place: RankPlace, argv: Sequence[str]) -> N
         place, loaded.device, store=store,
         group_timeout_s=settings.group_timeout_s, start_timeout_s=settings.start_timeout_s,
     )  # fmt: skip
-    pages_per_rank = [loaded.pool.num_pages, *_meet_as_leader(group, node, loaded)]
+    pages_per_rank = [loaded.pool.num_pages, *_meet_as_leader(group, node, loaded, settings)]
     uvloop.run(_serve(settings, loaded, group, node, pages_per_rank, stopping))
     for child in children:
         child.wait(settings.group_timeout_s)
@@ -89,17 +89,19 @@ def _watch(child: subprocess.Popen[bytes], stopping: threading.Event) -> None:
         die(f"rank process {child.pid} ended with status {status}")
 
 
-def _meet_as_leader(group: RingGroup, node: Incarnation, loaded: Loaded) -> list[int]:
+def _meet_as_leader(group: RingGroup, node: Incarnation, loaded: Loaded, settings: PrefillSettings) -> list[int]:
     """Tell the other ranks whose node they are, and return how many pages each of them has.
 
     Raises:
-        ServeError: a rank has loaded another model.
+        ServeError: a rank has loaded another model, or has other room in host memory.
     """
     group.broadcast(incarnation_to_pb(node).SerializeToString())
     records = [fleet_pb2.NodeRecord.FromString(message) for message in group.gather()]
     for rank, record in enumerate(records, start=1):
         if record.layout_fingerprint != loaded.pool.layout.fingerprint:
             raise ServeError(f"rank {rank} has layout {record.layout_fingerprint.hex()}; do all hosts have one model?")
+        if record.host_pages != rank_host_pages(settings, loaded):
+            raise ServeError(f"rank {rank} has {record.host_pages} host pages; is --host-cache-gib equal everywhere?")
     return [record.total_pages for record in records]
 
 
@@ -136,7 +138,7 @@ async def _obey(settings: PrefillSettings, place: RankPlace) -> None:
         place, loaded.device, store=None,
         group_timeout_s=settings.group_timeout_s, start_timeout_s=settings.start_timeout_s,
     )  # fmt: skip
-    node = _meet_as_follower(group, loaded)
+    node = _meet_as_follower(group, loaded, settings)
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     watch_loop(loop, die)
     agent = start_rank_agent(loaded, settings, node, place.rank, on_fatal=lambda: die("the transfer thread died"))
@@ -155,9 +157,13 @@ async def _obey(settings: PrefillSettings, place: RankPlace) -> None:
         await pulls.stop()
 
 
-def _meet_as_follower(group: RingGroup, loaded: Loaded) -> Incarnation:
+def _meet_as_follower(group: RingGroup, loaded: Loaded, settings: PrefillSettings) -> Incarnation:
     node = incarnation_from_pb(common_pb2.Incarnation.FromString(group.receive()))
-    record = fleet_pb2.NodeRecord(total_pages=loaded.pool.num_pages, layout_fingerprint=loaded.pool.layout.fingerprint)
+    record = fleet_pb2.NodeRecord(
+        total_pages=loaded.pool.num_pages,
+        layout_fingerprint=loaded.pool.layout.fingerprint,
+        host_pages=rank_host_pages(settings, loaded),
+    )
     group.send_to_leader(record.SerializeToString())
     return node
 

@@ -15,6 +15,7 @@ from kvrelay.core import telemetry
 from kvrelay.core.address import advertised
 from kvrelay.core.drain import DrainRequests
 from kvrelay.core.health import ProgressWatch
+from kvrelay.core.shard import Span
 from kvrelay.core.supervise import keep
 from kvrelay.core.types import Counters, Incarnation, LinkState, Role
 from kvrelay.kv_transfer.agent_thread import TransferThread
@@ -25,6 +26,7 @@ from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.group import RingGroup
 from kvrelay.prefill_node.health import StepProgress
+from kvrelay.prefill_node.host_price import load_pays, load_token_s
 from kvrelay.prefill_node.intake import NodeFacts
 from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.leases import Leases
@@ -41,7 +43,7 @@ from kvrelay.prefill_node.servicer import PrefillServicer
 from kvrelay.prefill_node.settings import PrefillSettings
 from kvrelay.prefill_node.step_answer import answer_of
 from kvrelay.prefill_node.step_thread import start_step_thread
-from kvrelay.prefill_node.wiring import align_tokens, rank_worker
+from kvrelay.prefill_node.wiring import align_tokens, rank_host_pages, rank_worker
 from kvrelay.proto.convert import incarnation_to_pb
 from kvrelay.proto.node_metrics import NodeMetrics
 from kvrelay.proto.server import Server, node_security
@@ -82,7 +84,12 @@ class PrefillServer:
         self._puller: Puller | None = None
         if settings.pull_timeout_s:
             self._pulls = Pulls(settings, loaded, ring.node, 0, ring.agent, wake=lambda: self._leader.wake())  # noqa: PLW0108 - made below
-        self._published = Published(index_url=settings.index_url, fleet=settings.fleet, node=ring.node)
+        self._published = Published(
+            index_url=settings.index_url,
+            fleet=settings.fleet,
+            node=ring.node,
+            has_host_tier=settings.host_cache_gib > 0,
+        )
         self._leader = self._led_ring()
         self._leases = Leases(lease_s=settings.lease_s, on_expired=self._leader.cancel)
         if self._pulls is not None:
@@ -102,6 +109,7 @@ class PrefillServer:
                 self._published.counters,
                 self._pusher.counters,
                 *([self._puller.counters] if self._puller else []),
+                *self._host_counters,
             ),
             on_drain=asked.ask,
             puller=self._puller,
@@ -132,14 +140,26 @@ class PrefillServer:
         if self._pulls is not None:
             worker.fetch_by(self._pulls.fetcher, self._pulls.counters)
         layout = loaded.pool.layout
+        control = _control(settings, loaded, ring.pages_per_rank)
+        control.load_pays, self._host_counters = self._load_pays, control.host_counters
         return Leader(
-            _control(settings, loaded, ring.pages_per_rank),
+            control,
             worker,
             ring.group,
             token_bytes=layout.row_bytes * layout.num_layers,
             on_cache=lambda change: self._loop.call_soon_threadsafe(self._published.apply, change),
             counters=counters,
         )
+
+    def _load_pays(self, tokens: Span) -> bool:
+        chunk_tokens = self._settings.chunk_tokens_on(self._loaded.device.type)
+        return load_pays(
+            tokens, self._leader.chunk_times.fitted, token_s=self._host_token_s(), chunk_tokens=chunk_tokens
+        )
+
+    def _host_token_s(self) -> float:
+        layout = self._loaded.pool.layout
+        return load_token_s(self._leader.rank_counters, token_bytes=layout.row_bytes * layout.num_layers)
 
     async def start(self) -> None:
         """Serve, and enter the registry.
@@ -264,6 +284,8 @@ class PrefillServer:
             queued_tokens=load.queued_tokens,
             pulls=self._pulls is not None,
             chunk_tokens=settings.chunk_tokens_on(self._loaded.device.type),
+            host_pages=rank_host_pages(settings, self._loaded),
+            host_token_s=self._host_token_s(),
         )
         add_measured(
             record,
@@ -291,12 +313,15 @@ def _facts(settings: PrefillSettings, loaded: Loaded, ring: RingStart) -> NodeFa
 def _control(settings: PrefillSettings, loaded: Loaded, pages_per_rank: list[int]) -> RingControl:
     chunk_tokens = settings.chunk_tokens_on(loaded.device.type)
     layout = loaded.pool.layout
+    host_pages = rank_host_pages(settings, loaded)
     pages = RingPages(
         pages_per_rank=pages_per_rank,
         page_tokens=layout.page_tokens,
         block_tokens=layout.block_tokens,
         chunk_tokens=chunk_tokens,
         align_tokens=align_tokens(loaded.device),
+        host_pages_per_rank=[host_pages] * len(pages_per_rank) if host_pages else (),
+        page_bytes=layout.page_bytes_all_layers,
     )
     return RingControl(
         pages,

@@ -36,6 +36,11 @@ class PrefillSettings(NodeSettings):
     pull_timeout_s: float = Field(
         0.0, ge=0, description="longest time to fetch cached tokens from another node before computing them; 0 = never"
     )
+    host_cache_gib: float = Field(
+        0.0,
+        ge=0,
+        description="GiB of host memory per rank for cached blocks that leave the pool (locked on a GPU); 0 = none",
+    )
     group_timeout_s: float = Field(
         10.0, gt=2.5, description="a ring whose rank is silent this long leaves as a whole; ticks come every 2 s"
     )

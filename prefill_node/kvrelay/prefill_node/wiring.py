@@ -12,10 +12,12 @@ from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.local import Limits
 from kvrelay.kv_transfer.pool_agent import GPU_STAGING_BYTES, PoolAgent, start_agent
 from kvrelay.kv_transfer.values import MAX_RING_SIZE
+from kvrelay.kvcache.host_store import HostStore, host_pages
 from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node.chunk_plan import ChunkPlanner
 from kvrelay.prefill_node.group import RingGroup
 from kvrelay.prefill_node.handoff import WriterOpener
+from kvrelay.prefill_node.host_copier import HostCopier
 from kvrelay.prefill_node.rank import RankWorker
 from kvrelay.prefill_node.ring import Ring
 from kvrelay.prefill_node.settings import PrefillSettings, RankPlace
@@ -47,6 +49,15 @@ def start_rank_agent(
     return start_agent(loaded.pool, settings, node=node, rank=rank, num_cells=num_cells, on_fatal=on_fatal)
 
 
+def rank_host_pages(settings: PrefillSettings, loaded: Loaded) -> int:
+    """Return the pages of host memory behind each rank's pool; 0 = there is none.
+
+    Raises:
+        SettingsError: what is given does not hold one page.
+    """
+    return host_pages(loaded.pool.layout, gib=settings.host_cache_gib)
+
+
 def transfer_limits(settings: PrefillSettings) -> Limits:
     return Limits(
         fence_timeout_s=settings.fence_timeout_s,
@@ -66,7 +77,11 @@ def rank_worker(
     wake: Callable[[], None],
     counters: Counters,
 ) -> RankWorker:
-    """Return the worker of this rank; `wake` is called when a hand-off has moved on."""
+    """Return the worker of this rank; `wake` is called when a hand-off has moved on, or a copy has ended.
+
+    Raises:
+        SettingsError, CapacityError: the host memory wanted cannot be had.
+    """
     ring = Ring(group, loaded.pool, counters)
     opener = WriterOpener(
         transfer=transfer,
@@ -84,7 +99,11 @@ def rank_worker(
         ring_block_tokens=settings.ring_block_tokens_on(loaded.device.type),
         device=loaded.device,
     )
-    return RankWorker(
+    of_copies = Counters()
+    worker = RankWorker(
         loaded.model, loaded.pool, ring, open_writer=opener, planner=planner, counters=counters,
-        more_counters=(transfer.counters, opener.counters), transfer_stuck_s=transfer.stuck_s,
+        more_counters=(transfer.counters, opener.counters, of_copies), transfer_stuck_s=transfer.stuck_s,
     )  # fmt: skip
+    if num_pages := rank_host_pages(settings, loaded):
+        worker.copier = HostCopier(HostStore(loaded.pool, num_pages), counters=of_copies, wake=wake)
+    return worker

@@ -55,8 +55,22 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "pushes_total": ("kvrelay_pushes_total", "Fetches that this node has served to others"),
     "pushes_failed_total": ("kvrelay_pushes_failed_total", "Of these, failed"),
     "pushed_tokens_total": ("kvrelay_pushed_tokens_total", "Tokens whose latents this node wrote for others"),
+    "host_saved_total": ("kvrelay_host_saved_blocks_total", "Cached blocks that left the pool for host memory"),
+    "host_hits_total": ("kvrelay_host_hits_total", "Prompts of which host memory had blocks that the pool lacked"),
+    "host_loads_total": ("kvrelay_host_loads_total", "Of these, prompts whose blocks were loaded and not computed"),
+    "host_loaded_blocks_total": ("kvrelay_host_loaded_blocks_total", "Blocks loaded from host memory"),
+    "host_evicted_total": ("kvrelay_host_evicted_blocks_total", "Blocks dropped from host memory for others"),
+    "host_refused_total": ("kvrelay_host_refused_blocks_total", "Evicted blocks that found no room in host memory"),
+    "host_saved_bytes_total": ("kvrelay_host_saved_bytes_total", "Bytes copied from the pools to host memory"),
+    "host_loaded_bytes_total": ("kvrelay_host_loaded_bytes_total", "Bytes copied from host memory to the pools"),
     "index_dropped": ("kvrelay_index_dropped_total", "Block names the index was not told, for want of room"),
     "index_republished": ("kvrelay_index_republished_total", "Times the index had lost everything"),
+}
+
+# The same of what goes up and down.
+GAUGES: dict[str, tuple[str, str]] = {
+    "host_blocks": ("kvrelay_host_blocks", "Cached blocks in host memory"),
+    "host_bytes": ("kvrelay_host_bytes", "Bytes of host memory that hold cached blocks, of all ranks"),
 }
 
 
@@ -107,6 +121,9 @@ class NodeMetrics:
         speeds = {peer: one.bytes_per_s for peer, one in links.items() if one.bytes_per_s and one.age_s < _SHOWN_S}
         yield gauge("kvrelay_relay_bytes_per_second", text, speeds, label="peer", role=role)
         yield self._routes(links)
+        for name, (metric, text) in GAUGES.items():
+            if name in stats.counters:
+                yield gauge(metric, text, {"": stats.counters[name]}, role=role)
         for name, (metric, text) in COUNTERS.items():
             if name in stats.counters:
                 yield counter(metric, text, stats.counters[name], role=role)

@@ -13,6 +13,7 @@ from kvrelay.router.score import Question, backlog_s, work_s
 if TYPE_CHECKING:
     from kvrelay.router.fleet import NodeView
 
+LOAD_START_S = 0.002  # of a load from host memory: told with one step, reported with another
 PULL_START_S = 0.01  # of a pull, whatever its size: calls and checks between two processes
 MOST_SOURCES = 8  # that are looked at; a prompt that all nodes begin with has as many
 # A prefill node that computes begins with its next step, and sends between the layers of that one.
@@ -23,7 +24,7 @@ _STEPS_AWAITED = 1.5
 class Pull:
     """Tokens of a prompt that a prefill node might fetch instead of computing them."""
 
-    source: NodeView
+    source: NodeView  # the prefill node itself: from its host memory
     upto: int  # the source has the prompt's first so many tokens
     tokens: int  # of these, the prefill node lacks
     transfer_s: float
@@ -50,12 +51,13 @@ def sources_of(nodes: Iterable[NodeView], question: Question) -> Mapping[bytes, 
 
 
 def best_pull(prefill: NodeView, question: Question, sources: Iterable[NodeView]) -> Pull | None:
-    """Return what a prefill node had best fetch of a prompt; None when it cannot, or nobody has more than it.
+    """Return what a prefill node had best fetch of a prompt, from another node or from its own host memory; None when
+    it cannot, or nobody has more than its pool.
 
     Args:
         sources: of its page layout; see `sources_of`.
     """
-    best: Pull | None = None
+    best = host_load(prefill, question)
     have, last_block = question.usable(prefill), (question.prompt_tokens - 1) // prefill.block_tokens
     saved_s: dict[int, float] = {}  # by what a source has: of many, most have the same
     for node in sources if prefill.pulls else ():
@@ -71,13 +73,23 @@ def best_pull(prefill: NodeView, question: Question, sources: Iterable[NodeView]
     return best
 
 
+def host_load(prefill: NodeView, question: Question) -> Pull | None:
+    """Return what a prefill node could load from its host memory; None when there is nothing."""
+    have, last_block = question.usable(prefill), (question.prompt_tokens - 1) // prefill.block_tokens
+    upto = min(question.host_tokens.get(prefill.incarnation, 0), last_block * prefill.block_tokens)
+    if upto <= have:
+        return None
+    saved = work_s(prefill, question) - work_s(prefill, question, cached=upto)
+    return Pull(prefill, upto, upto - have, LOAD_START_S + (upto - have) * prefill.host_token_s, saved)
+
+
 def late_pull(prefill: NodeView, question: Question, sources: Iterable[NodeView]) -> Pull | None:
     """Return what a prefill node should fetch if it finds that what counts as on its way to it is not even begun; None
     when nothing is, or computing is faster. Requests may overtake the one that was to fetch or compute it.
     """
     if question.held(prefill) >= question.usable(prefill) or question.held_tokens is None:
         return None
-    pull = best_pull(prefill, replace(question, cached_tokens=question.held_tokens), sources)
+    pull = best_pull(prefill, replace(question, cached_tokens=question.held_tokens, host_tokens={}), sources)
     return pull if pull is not None and pull.pays else None
 
 

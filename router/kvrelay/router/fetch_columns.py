@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.core.types import Incarnation, Role
-from kvrelay.router.fetch import MOST_SOURCES, start_s, usual_token_s
+from kvrelay.router.fetch import LOAD_START_S, MOST_SOURCES, start_s, usual_token_s
 from kvrelay.router.score import Question
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ class FetchColumns:
         self._names = [node.incarnation.name for node in nodes]
         self._row = {node.incarnation: row for row, node in enumerate(nodes)}
         self._pulls = np.array([node.pulls and node.role is Role.PREFILL for node in nodes])
+        self._is_prefill = np.array([node.role is Role.PREFILL for node in nodes])
+        self._host_token_s = np.array([node.host_token_s for node in nodes], float)
         self._block_tokens = np.array([node.block_tokens for node in nodes], np.int64)
         layouts = {node.layout_fingerprint: number for number, node in enumerate(nodes)}
         self._layouts = layouts
@@ -64,10 +66,8 @@ class FetchColumns:
             sources: see `fetch.sources_of`.
             compute_behind: returns the time in which each node computes what is behind so many tokens.
         """
-        transfer_s, saved_s = np.zeros(len(usable)), np.zeros(len(usable))
-        if not sources:
-            return transfer_s, saved_s
         last_block = (question.prompt_tokens - 1) // self._block_tokens * self._block_tokens
+        transfer_s, saved_s = self._from_host(question, usable, compute_s, last_block, compute_behind)
         behind: dict[int, Floats] = {}  # by what a source has: of many, most have the same
         for layout, of_layout in sources.items():
             may = self._pulls & (self._layout == self._layouts[layout])
@@ -82,6 +82,27 @@ class FetchColumns:
                 better = pays & (behind[held] - takes > saved_s - transfer_s)
                 transfer_s[better], saved_s[better] = takes[better], behind[held][better]
         return transfer_s, saved_s
+
+    def _from_host(
+        self,
+        question: Question,
+        usable: Ints,
+        compute_s: Floats,
+        last_block: Ints,
+        compute_behind: Callable[[Ints], Floats],
+    ) -> tuple[Floats, Floats]:
+        """Return the same of what each node loads from its own host memory; see `fetch.host_load`."""
+        held = np.zeros(len(usable), np.int64)
+        for node, tokens in question.host_tokens.items():
+            if (row := self._row.get(node)) is not None:
+                held[row] = tokens
+        if not held.any():
+            return np.zeros(len(usable)), np.zeros(len(usable))
+        upto = np.minimum(held, last_block)
+        takes = LOAD_START_S + (upto - usable) * self._host_token_s
+        saved = compute_s - compute_behind(upto)
+        pays = self._is_prefill & (upto > usable) & (takes < saved)
+        return np.where(pays, takes, 0.0), np.where(pays, saved, 0.0)
 
     def _token_s(self, source: NodeView, question: Question) -> Floats | float:
         usual = usual_token_s(source, question)

@@ -53,6 +53,7 @@ class NodeView:
     other_link_s: float = 0.0  # that of a link which is not among these, 0 = not known
     local_tokens: int = 0  # most prompt tokens that a decode node computes itself
     max_batch: int = 0  # most sequences of a decode step, 0 = not said
+    host_token_s: float = 0.0  # to load a token from a prefill node's host memory; 0 = not measured
     pulls: bool = False  # a prefill node that can fetch cached blocks from other nodes
     chunk_tokens: int = 0  # most prompt tokens of one step of a prefill node; 0 = not said
 
@@ -85,6 +86,7 @@ def view_of(record: fleet_pb2.NodeRecord, usual_links: UsualLinks = NO_LINKS) ->
         cost=published_cost(record),
         local_tokens=record.local_tokens,
         max_batch=record.max_batch,
+        host_token_s=record.host_token_s,
         pulls=record.pulls,
         links={link.peer: usual_links.believed_s(link) for link in record.links if link.token_s > 0.0},
         other_link_s=record.other_link_token_s,

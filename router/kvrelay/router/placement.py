@@ -145,15 +145,19 @@ def _fetched(pair: Pair, pull: Pull | None, late: Pull | None) -> Pair:
     """
     if pull is None:
         return replace(pair, late_pull=late)
-    source, saved = pull.source.incarnation.name, f"{pull.saved_s:.3g} s"
+    in_host = pull.source is pair.prefill
+    name, saved = pull.source.incarnation.name, f"{pull.saved_s:.3g} s"
+    where = "host memory" if in_host else name
     if not pull.pays:
-        said = f"fetching {pull.tokens} tokens from {source} would take {pull.transfer_s:.3g} s, computing them {saved}"
+        what = f"{'loading' if in_host else 'fetching'} {pull.tokens} tokens from {where}"
+        said = f"{what} would take {pull.transfer_s:.3g} s, computing them {saved}"
         return replace(pair, way="; ".join(filter(None, (pair.way, said))))
-    said = f"pull from {source} {pull.tokens} tokens in {pull.transfer_s:.3g} s, computing them {saved}"
+    what = f"{name} loads {pull.tokens} tokens from {where}" if in_host else f"pull from {name} {pull.tokens} tokens"
+    said = f"{what} in {pull.transfer_s:.3g} s, computing them {saved}"
     return replace(
         pair,
         way="; ".join(filter(None, (pair.way, said))),
-        pull=pull,
+        pull=None if in_host else pull,
         remaining_tokens=pair.remaining_tokens - pull.tokens,
         work_s=pair.work_s + pull.transfer_s - pull.saved_s,
     )

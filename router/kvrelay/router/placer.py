@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import OverloadedError
-from kvrelay.core.types import Incarnation
+from kvrelay.core.types import Incarnation, Tier
 from kvrelay.index.lookup import Lookup
 from kvrelay.index.reader import Confidence, Match
 from kvrelay.router.admission import Prospect, Terms, judge
@@ -46,6 +46,16 @@ class _Work:
     needs_decode: bool
     avoid: frozenset[Incarnation]
     hashes: Mapping[bytes, list[bytes]]  # of its blocks, by page layout
+
+
+@dataclass(slots=True)
+class _Cached:
+    """Prompt tokens by node, and how sure that is."""
+
+    held: dict[Incarnation, int] = field(default_factory=dict)  # in its pool
+    cached: dict[Incarnation, int] = field(default_factory=dict)  # in its pool, or on their way there
+    in_host: dict[Incarnation, int] = field(default_factory=dict)  # in its pool or the host memory behind it
+    confidence: Confidence = Confidence.EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +156,16 @@ class IndexPlacer:
         return _explained(work, await self._choose(work))
 
     async def _choose(self, work: _Work) -> _Choice:
-        held, cached, confidence = await self._cached(work.hashes)
+        known = await self._cached(work.hashes)
         loads, others = self._books.loads(), self._others()
         question = Question(
             prompt_tokens=work.prompt_tokens,
             total_tokens=work.prompt_tokens + work.max_tokens,
             needs_decode=work.needs_decode,
             long_prompt_tokens=self._long_prompt_tokens,
-            cached_tokens=cached,
-            held_tokens=held,
+            cached_tokens=known.cached,
+            held_tokens=known.held,
+            host_tokens=known.in_host,
             loads=together(loads, others),
             avoid=work.avoid,
             no_pull=self._no_pull(),
@@ -164,7 +175,7 @@ class IndexPlacer:
         if not roster.block_tokens.keys() <= work.hashes.keys():
             # A layout that came up just now has no hashes yet; its nodes take part from the next request on.
             roster = Roster([node for node in roster.nodes if node.layout_fingerprint in work.hashes])
-        return _Choice(roster.place(question, [loads, others] if others else [loads]), question, confidence)
+        return _Choice(roster.place(question, [loads, others] if others else [loads]), question, known.confidence)
 
     def _present(self) -> Roster:
         """Return the nodes as they are now, with costs as they have shown themselves to be."""
@@ -257,24 +268,28 @@ class IndexPlacer:
             entry.release()
             del self._entries[entry.key], self._decided[entry.key]
 
-    async def _cached(
-        self, hashes: Mapping[bytes, list[bytes]]
-    ) -> tuple[dict[Incarnation, int], dict[Incarnation, int], Confidence]:
-        """Return the tokens that each node has, those that it has or will have, and how sure they are."""
-        held: dict[Incarnation, int] = {}
-        cached: dict[Incarnation, int] = {}
-        confidence = Confidence.EXACT
+    async def _cached(self, hashes: Mapping[bytes, list[bytes]]) -> _Cached:
+        """Return what the nodes have of a prompt."""
+        found = _Cached()
         for layout, of_prompt in hashes.items():
             match = await self._index.longest(of_prompt)
             block_tokens = self._present().block_tokens.get(layout, {})
-            confidence = max(confidence, _judged(match, block_tokens.keys()), key=_SURENESS.index)
-            blocks = {one.node: one.num_blocks for one in match.holdings if one.num_blocks}
-            held |= {one: count * block_tokens[one] for one, count in blocks.items() if one in block_tokens}
+            sureness = _judged(match, block_tokens.keys())
+            found.confidence = max(found.confidence, sureness, key=_SURENESS.index)
+            blocks = {one.node: one.num_blocks for one in match.holdings if one.num_blocks and one.tier is Tier.DEVICE}
+            in_host = {one.node: one.num_blocks for one in match.holdings if one.num_blocks and one.tier is Tier.HOST}
+            found.held |= _in_tokens(blocks, block_tokens)
+            found.in_host |= _in_tokens(in_host, block_tokens)
             for holder, count in self._books.tentative_blocks(of_prompt):
                 if count > blocks.get(holder, 0):
                     blocks[holder] = count
-            cached |= {one: count * block_tokens[one] for one, count in blocks.items() if one in block_tokens}
-        return held, cached, confidence
+            found.cached |= _in_tokens(blocks, block_tokens)
+        return found
+
+
+def _in_tokens(blocks: Mapping[Incarnation, int], block_tokens: Mapping[Incarnation, int]) -> dict[Incarnation, int]:
+    """Return tokens by node, of the nodes that are there."""
+    return {one: count * block_tokens[one] for one, count in blocks.items() if one in block_tokens}
 
 
 def _all_by_prefill(choice: _Choice, decode_pages: int) -> tuple[Share, ...]:

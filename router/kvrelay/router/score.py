@@ -52,6 +52,7 @@ class Question:
     cached_tokens: Mapping[Incarnation, int] = field(default_factory=dict)  # of the prompt, per node that has any
     loads: Mapping[Incarnation, Load] = field(default_factory=dict)
     held_tokens: Mapping[Incarnation, int] | None = None  # of these, not only on their way; None = all
+    host_tokens: Mapping[Incarnation, int] = field(default_factory=dict)  # per prefill node, in its pool or host memory
     avoid: frozenset[Incarnation] = frozenset()
     no_pull: frozenset[Incarnation] = frozenset()  # nodes that lately gave nothing of what they were said to have
     usual_link_s: float = 0.0  # per relayed token, between nodes that have not met; 0 = no link was measured yet
@@ -149,7 +150,7 @@ def prefill_score(
     fetch: dict[str, float] = {}
     if pull is not None and pull.pays:
         compute -= pull.saved_s
-        fetch = {"fetch_s": pull.transfer_s}
+        fetch = {"host_s" if pull.source is node else "fetch_s": pull.transfer_s}
     parts = {
         "wait_s": wait_s(node, load, compute),
         **fetch,

@@ -72,6 +72,27 @@ def _without_first_logprob(send: Any) -> Any:
     return bare
 
 
+def _done_before_it_began(begin: Any) -> Any:
+    """A copy that is told of before it has begun."""
+
+    def hasty(self: Any, copy_id: int, *pages: Any, **rest: Any) -> None:
+        self._done.append(copy_id)
+        begin(self, copy_id, *pages, **rest)
+
+    return hasty
+
+
+def _told_once(take_done: Any) -> Any:
+    told: set[int] = set()
+
+    def once(self: Any) -> list[int]:
+        new = [one for one in take_done(self) if one not in told]
+        told.update(new)
+        return new
+
+    return once
+
+
 def _by_name_only(_: Any) -> Any:
     return lambda self, other: type(other) is type(self) and other.name == self.name
 
@@ -260,6 +281,10 @@ SABOTAGES: dict[str, tuple[Change, ...]] = {
     ),
     "ranks_outlive_their_ring": tuple(
         Change(f"prefill_node.{module}", "die", _nothing) for module in ("ring_process", "app", "step_thread")
+    ),
+    "copies_end_at_once": (
+        Change("prefill_node.host_copier", "HostCopier.begin", _done_before_it_began),
+        Change("prefill_node.host_copier", "HostCopier.take_done", _told_once),
     ),
     "a_row_is_lost": (Change("prefill_node.relay", "Relay.rows_final", _shorter_spans),),
     "an_owner_is_lost": (Change("kv_transfer.plan", "owned_ranges", _one_more),),

@@ -1,9 +1,10 @@
 """Where the lab reaches into a node: places at which the product passes something in or along anyway.
 
-Points: `part` (every write, see part_faults), `decode.step`, `prefill.chunk` (a step takes `seconds` longer; cleared,
-it goes on), `transfer`, `lease` (so does a round of that thread), `decode.admit`, `decode.reserve`, `prefill.accept`
-(refused: `unavailable`, `invalid` or `full`), `renew` (the router's renewals do not leave), `place` (a request's first
-attempt goes to the nodes that its kind names; where it goes after a failure is placement's choice, as ever).
+Points: `part` (every write, see part_faults), `decode.step`, `prefill.chunk`, `host.save`, `host.load` (a step or copy
+takes `seconds` longer; cleared, it goes on), `transfer`, `lease` (so does a round of that thread), `decode.admit`,
+`decode.reserve`, `prefill.accept` (refused: `unavailable`, `invalid` or `full`), `renew` (the router's renewals do not
+leave), `place` (a request's first attempt goes to the nodes that its kind names; where it goes after a failure is
+placement's choice, as ever).
 """
 
 from __future__ import annotations
@@ -38,9 +39,13 @@ def install(role: str, board: Switchboard) -> None:
         _before(DecodeNode, "on_admitted", lambda: _refuse(board, "decode.admit"))
         _before(DecodeNode, "reserve", lambda: _refuse(board, "decode.reserve"))
     elif role == "prefill":
+        from kvrelay.kvcache.host_store import HostStore  # noqa: PLC0415
         from kvrelay.prefill_node.rank import RankWorker  # noqa: PLC0415
         from kvrelay.prefill_node.servicer import PrefillServicer  # noqa: PLC0415
 
+        _forget_slow_copies(board)
+        _before(HostStore, "save", lambda: board.linger("host.save"))
+        _before(HostStore, "load", lambda: board.linger("host.load"))
         _before(RankWorker, "_run_chunk", lambda: board.linger("prefill.chunk"))
         _before(PrefillServicer, "_checked", lambda: _refuse(board, "prefill.accept"))
     else:
@@ -110,6 +115,19 @@ def _hang_leases(board: Switchboard) -> None:
     from kvrelay.core.health import Beats  # noqa: PLC0415
 
     _before(Beats, "beat", lambda: board.linger("lease"))
+
+
+def _forget_slow_copies(board: Switchboard) -> None:
+    """A test that holds copies up must not let those of the next one seem slow."""
+    from kvrelay.prefill_node.host_copier import HostCopier  # noqa: PLC0415
+
+    made = HostCopier.__init__
+
+    def forgiving(copier: Any, *args: Any, **rest: Any) -> None:
+        made(copier, *args, **rest)
+        board.on_forgive.append(copier._s_per_byte.clear)
+
+    setattr(HostCopier, "__init__", forgiving)  # noqa: B010
 
 
 def _before(owner: type, method: str, hook: Callable[[], None]) -> None:

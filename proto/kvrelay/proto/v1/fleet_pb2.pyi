@@ -66,6 +66,8 @@ class NodeRecord(_message.Message):
     MAX_BATCH_FIELD_NUMBER: _builtins.int
     OTHER_LINK_TOKEN_S_FIELD_NUMBER: _builtins.int
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    HOST_PAGES_FIELD_NUMBER: _builtins.int
+    HOST_TOKEN_S_FIELD_NUMBER: _builtins.int
     role: Global___NodeRole.ValueType
     endpoint: _builtins.str
     """host:port of its gRPC server."""
@@ -95,6 +97,10 @@ class NodeRecord(_message.Message):
     """Median Link.token_s of the measured links that are not listed; 0 = all are."""
     chunk_tokens: _builtins.int
     """Most prompt tokens of one step of a prefill node, which attends to nothing else meanwhile. 0 = not said."""
+    host_pages: _builtins.int
+    """Pages of host memory of one rank of a prefill node, for cached blocks that leave the pool; 0 = none."""
+    host_token_s: _builtins.float
+    """Time to load one token of a prompt back from there, as measured; 0 = not yet."""
     @_builtins.property
     def node(self) -> _common_pb2.Incarnation: ...
     @_builtins.property
@@ -133,10 +139,12 @@ class NodeRecord(_message.Message):
         max_batch: _builtins.int = ...,
         other_link_token_s: _builtins.float = ...,
         chunk_tokens: _builtins.int = ...,
+        host_pages: _builtins.int = ...,
+        host_token_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "block_tokens", b"block_tokens", "chunk_tokens", b"chunk_tokens", "cost", b"cost", "draining", b"draining", "dtype", b"dtype", "endpoint", b"endpoint", "free_pages", b"free_pages", "layout_fingerprint", b"layout_fingerprint", "links", b"links", "local_tokens", b"local_tokens", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_id", b"model_id", "node", b"node", "other_link_token_s", b"other_link_token_s", "page_tokens", b"page_tokens", "pulls", b"pulls", "queued_tokens", b"queued_tokens", "ring_size", b"ring_size", "role", b"role", "total_pages", b"total_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "block_tokens", b"block_tokens", "chunk_tokens", b"chunk_tokens", "cost", b"cost", "draining", b"draining", "dtype", b"dtype", "endpoint", b"endpoint", "free_pages", b"free_pages", "host_pages", b"host_pages", "host_token_s", b"host_token_s", "layout_fingerprint", b"layout_fingerprint", "links", b"links", "local_tokens", b"local_tokens", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_id", b"model_id", "node", b"node", "other_link_token_s", b"other_link_token_s", "page_tokens", b"page_tokens", "pulls", b"pulls", "queued_tokens", b"queued_tokens", "ring_size", b"ring_size", "role", b"role", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

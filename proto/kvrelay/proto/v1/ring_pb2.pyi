@@ -256,6 +256,65 @@ class RingChunk(_message.Message):
 Global___RingChunk: _TypeAlias = RingChunk  # noqa: Y015
 
 @_typing.final
+class HostPart(_message.Message):
+    """Pages of one rank that go to its host memory or come back from there, one by one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    POOL_PAGES_FIELD_NUMBER: _builtins.int
+    HOST_PAGES_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    @_builtins.property
+    def pool_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def host_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        pool_pages: _abc.Iterable[_builtins.int] | None = ...,
+        host_pages: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_pages", b"host_pages", "pool_pages", b"pool_pages", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostPart: _TypeAlias = HostPart  # noqa: Y015
+
+@_typing.final
+class HostCopy(_message.Message):
+    """Blocks that every rank copies its part of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPY_ID_FIELD_NUMBER: _builtins.int
+    TO_HOST_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    copy_id: _builtins.int
+    """Counts the copies, from 1."""
+    to_host: _builtins.bool
+    """From the pool to host memory, else the other way."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostPart]: ...
+    def __init__(
+        self,
+        *,
+        copy_id: _builtins.int = ...,
+        to_host: _builtins.bool = ...,
+        parts: _abc.Iterable[Global___HostPart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_id", b"copy_id", "parts", b"parts", "to_host", b"to_host"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostCopy: _TypeAlias = HostCopy  # noqa: Y015
+
+@_typing.final
 class RingStep(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -270,6 +329,7 @@ class RingStep(_message.Message):
     FILLS_TAKEN_FIELD_NUMBER: _builtins.int
     FILLS_GIVEN_UP_FIELD_NUMBER: _builtins.int
     FENCES_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     shutdown: _builtins.bool
     """Every rank exits after this step."""
@@ -301,6 +361,10 @@ class RingStep(_message.Message):
 
     @_builtins.property
     def fences(self) -> _containers.RepeatedCompositeFieldContainer[Global___RingFence]: ...
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostCopy]:
+        """Copies to begin; they go on beside this and later steps."""
+
     def __init__(
         self,
         *,
@@ -315,10 +379,11 @@ class RingStep(_message.Message):
         fills_taken: _abc.Iterable[_builtins.str] | None = ...,
         fills_given_up: _abc.Iterable[_builtins.str] | None = ...,
         fences: _abc.Iterable[Global___RingFence] | None = ...,
+        copies: _abc.Iterable[Global___HostCopy] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "chunk", b"chunk", "closes", b"closes", "fences", b"fences", "fills", b"fills", "fills_given_up", b"fills_given_up", "fills_taken", b"fills_taken", "opens", b"opens", "pushes", b"pushes", "shutdown", b"shutdown", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "chunk", b"chunk", "closes", b"closes", "copies", b"copies", "fences", b"fences", "fills", b"fills", "fills_given_up", b"fills_given_up", "fills_taken", b"fills_taken", "opens", b"opens", "pushes", b"pushes", "shutdown", b"shutdown", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -399,6 +464,7 @@ class RankReport(_message.Message):
     FILLS_FAILED_FIELD_NUMBER: _builtins.int
     FILLS_QUARANTINED_FIELD_NUMBER: _builtins.int
     FILLS_FREE_FIELD_NUMBER: _builtins.int
+    COPIED_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     rank: _builtins.int
     stopped: _builtins.bool
@@ -437,6 +503,10 @@ class RankReport(_message.Message):
     def fills_free(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Fills whose source can write here no more; the last that is said of them."""
 
+    @_builtins.property
+    def copied(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Copies whose part of this rank has ended since its last report."""
+
     def __init__(
         self,
         *,
@@ -451,10 +521,11 @@ class RankReport(_message.Message):
         fills_failed: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         fills_quarantined: _abc.Iterable[_builtins.str] | None = ...,
         fills_free: _abc.Iterable[_builtins.str] | None = ...,
+        copied: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "drained", b"drained", "failed", b"failed", "fills_failed", b"fills_failed", "fills_free", b"fills_free", "fills_landed", b"fills_landed", "fills_quarantined", b"fills_quarantined", "prompt_logprobs", b"prompt_logprobs", "rank", b"rank", "step_id", b"step_id", "stopped", b"stopped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied", "counters", b"counters", "drained", b"drained", "failed", b"failed", "fills_failed", b"fills_failed", "fills_free", b"fills_free", "fills_landed", b"fills_landed", "fills_quarantined", b"fills_quarantined", "prompt_logprobs", b"prompt_logprobs", "rank", b"rank", "step_id", b"step_id", "stopped", b"stopped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
