@@ -1,8 +1,9 @@
 """Which pages of a pool are free, and who holds the others. Pure; owned by one thread.
 
 A page is free, or held by one or more owners (a count), or held and quarantined: a writer that cannot be proven dead
-may still write into it. Free pages are kept as maximal runs, because one long run moves several times faster over the
-wire than the same pages scattered.
+may still write into it. The prefix cache is an owner that others may do without, so what it alone holds is counted.
+Free pages are kept as maximal runs, because one long run moves several times faster over the wire than the same pages
+scattered.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class PageAllocator:
         assert num_pages > 0, "a pool has at least one page"
         self.num_pages = num_pages
         self._refs = [0] * num_pages
+        self._is_cached = bytearray(num_pages)
+        self.cached_alone = 0  # pages that only the prefix cache holds
         self._quarantined: set[int] = set()
         self._free = FreeRuns()
         self._free.put(0, num_pages)
@@ -89,6 +92,8 @@ class PageAllocator:
         """Add one owner to pages that are held already."""
         for page in pages:
             assert self._refs[page] > 0, f"page {page} is free and cannot be shared"
+            if self._refs[page] == 1 and self._is_cached[page]:
+                self.cached_alone -= 1
             self._refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> tuple[int, ...]:
@@ -99,10 +104,29 @@ class PageAllocator:
             assert self._refs[page] > 1 or page not in self._quarantined, f"page {page} is quarantined"
             self._refs[page] -= 1
             if self._refs[page] == 0:
+                assert not self._is_cached[page], f"page {page} is cached: `uncache` it"
                 freed.append(page)
+            elif self._refs[page] == 1 and self._is_cached[page]:
+                self.cached_alone += 1
         for run in runs_of(freed):
             self._free.put(run.first_page, run.num_pages)
         return tuple(freed)
+
+    def cache(self, pages: Iterable[int]) -> None:
+        """Make the prefix cache one more owner of pages that somebody holds."""
+        for page in pages:
+            assert self._refs[page] > 0, f"page {page} is free and cannot be cached"
+            assert not self._is_cached[page], f"page {page} is cached already"
+            self._is_cached[page] = True
+            self._refs[page] += 1
+
+    def uncache(self, pages: Sequence[int]) -> tuple[int, ...]:
+        """Drop the prefix cache's hold on pages; return those that are free again, in the order given."""
+        for page in pages:
+            assert self._is_cached[page], f"page {page} is not cached"
+            self._is_cached[page] = False
+            self.cached_alone -= self._refs[page] == 1
+        return self.release(pages)
 
     def quarantine(self, pages: Iterable[int]) -> None:
         """Mark held pages as unsafe; until `unquarantine` their last owner cannot let go of them."""
@@ -124,6 +148,8 @@ class PageAllocator:
         assert all(self._refs[page] == 0 for page in listed), "a free page has an owner"
         assert self.free_pages + sum(refs > 0 for refs in self._refs) == self.num_pages, "a page is lost"
         assert all(self._refs[page] > 0 for page in self._quarantined), "a quarantined page is free"
+        alone = sum(refs == 1 and cached for refs, cached in zip(self._refs, self._is_cached, strict=True))
+        assert self.cached_alone == alone, "the pages of the cache alone are miscounted"
         assert all(a.first_page + a.num_pages < b.first_page for a, b in pairwise(free)), "two free runs touch"
 
 

@@ -9,7 +9,7 @@ Every cached block can be reached: its parent is cached too. Hence blocks leave 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -23,18 +23,22 @@ class Page(Hashable, Protocol):
 
 
 PageKey = TypeVar("PageKey", bound=Page)
+Page_contra = TypeVar("Page_contra", bound=Page, contravariant=True)
 
 
-class Pages(Protocol[PageKey]):
+class Pages(Protocol[Page_contra]):
     """Who counts the owners of pages. `PageAllocator` is one of these."""
 
-    def retain(self, pages: Iterable[PageKey], /) -> None: ...
-
-    def release(self, pages: Iterable[PageKey], /) -> tuple[PageKey, ...]:
-        """Return the pages that are free again."""
+    @property
+    def cached_alone(self) -> int:
+        """Pages that only the cache holds."""
         ...
 
-    def refcount(self, page: PageKey, /) -> int: ...
+    def cache(self, pages: Sequence[Page_contra], /) -> None: ...
+
+    def uncache(self, pages: Sequence[Page_contra], /) -> object: ...
+
+    def refcount(self, page: Page_contra, /) -> int: ...
 
 
 @dataclass(slots=True)
@@ -68,19 +72,13 @@ class PrefixCache(Generic[PageKey]):
 
     @property
     def evictable_pages(self) -> int:
-        """Pages that only the cache holds. Looks at every cached page."""
-        return self.num_evictable()
-
-    def num_evictable(self, useful: Callable[[PageKey], bool] = _any_page) -> int:
-        """Return how many of the pages that only the cache holds are useful. Looks at every cached page."""
-        refcount = self._pages.refcount
-        alone = [page for block in self._blocks.values() for page in block.pages if refcount(page) == 1]
-        return len(alone) if useful is _any_page else sum(map(useful, alone))
+        """Pages that only the cache holds."""
+        return self._pages.cached_alone
 
     def match(self, hashes: Sequence[bytes]) -> list[tuple[PageKey, ...]]:
         """Return the pages of the longest prefix of `hashes` that is cached, block by block, and mark it as used.
 
-        The caller must `retain` them before anything is evicted.
+        The caller must hold them before anything is evicted.
         """
         found: list[bytes] = []
         for name in hashes:
@@ -105,7 +103,7 @@ class PrefixCache(Generic[PageKey]):
         """
         if name in self._blocks or (parent is not None and parent not in self._blocks):
             return False
-        self._pages.retain(pages)
+        self._pages.cache(pages)
         if parent is None:
             self._turn += 1
             used = self._turn
@@ -136,14 +134,14 @@ class PrefixCache(Generic[PageKey]):
             freed += self._drop_up_from(name, num_pages - freed, useful, dropped, pages)
         for entry in spared:
             heapq.heappush(self._leaves, entry)
-        self._pages.release(sorted(pages))  # all at once and in order: neighbours come back as one run
+        self._pages.uncache(sorted(pages))  # all at once and in order: neighbours come back as one run
         return dropped
 
     def drop_all(self) -> list[bytes]:
         """Forget every block; return the hashes, children before parents."""
         names = self.hashes()[::-1]
         for block in self._blocks.values():
-            self._pages.release(block.pages)
+            self._pages.uncache(block.pages)
         self._blocks.clear()
         self._leaves.clear()
         return names

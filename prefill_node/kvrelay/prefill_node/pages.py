@@ -75,17 +75,27 @@ class RingPages:
     def free_pages(self) -> int:
         return sum(allocator.free_pages for allocator in self._allocators)
 
-    # What the prefix cache needs of the allocators.
-    def retain(self, pages: Iterable[RankPage], /) -> None:
+    def retain(self, pages: Iterable[RankPage]) -> None:
         for rank, numbers in _by_rank(pages).items():
             self._allocators[rank].retain(numbers)
 
-    def release(self, pages: Iterable[RankPage], /) -> tuple[RankPage, ...]:
-        """Drop one reference of each page; return those that are free again."""
-        freed: list[RankPage] = []
+    def release(self, pages: Iterable[RankPage]) -> None:
+        """Drop one reference of each page."""
         for rank, numbers in _by_rank(pages).items():
-            freed += ((rank, page) for page in self._allocators[rank].release(numbers))
-        return tuple(freed)
+            self._allocators[rank].release(numbers)
+
+    # What the prefix cache needs of the allocators.
+    @property
+    def cached_alone(self) -> int:
+        return sum(allocator.cached_alone for allocator in self._allocators)
+
+    def cache(self, pages: Sequence[RankPage], /) -> None:
+        for rank, numbers in _by_rank(pages).items():
+            self._allocators[rank].cache(numbers)
+
+    def uncache(self, pages: Sequence[RankPage], /) -> None:
+        for rank, numbers in _by_rank(pages).items():
+            self._allocators[rank].uncache(numbers)
 
     def refcount(self, page: RankPage, /) -> int:
         return self._allocators[page[0]].refcount(page[1])
@@ -285,12 +295,9 @@ class RingPages:
     def _can_make_room(self, wanted: Counter[int]) -> bool:
         """False: some rank would stay short even without its cached pages."""
         return all(
-            (missing := self._missing(rank, number)) <= 0 or self._num_evictable(rank) >= missing
+            (missing := self._missing(rank, number)) <= 0 or self._allocators[rank].cached_alone >= missing
             for rank, number in wanted.items()
         )
-
-    def _num_evictable(self, rank: int) -> int:
-        return self._cache.evictable_pages if self.ring_size == 1 else self._cache.num_evictable(partial(_is_of, rank))
 
     def _make_room(self, wanted: Counter[int]) -> list[bytes]:
         """Evict for the ranks that are short, and only for them; return the hashes of what went."""
