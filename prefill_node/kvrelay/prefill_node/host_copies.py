@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvrelay.core.types import Counters
-from kvrelay.kvcache.prefix_cache import Pages
 from kvrelay.prefill_node.host_tier import HostTier, RankPage
 from kvrelay.proto.v1 import ring_pb2
 
 _MAX_PAGES = 64  # of one copy, so that what is at its front need not wait for all
+
+
+class PoolPages(Protocol):
+    """Who counts the owners of the pool's pages."""
+
+    def retain(self, pages: Iterable[RankPage]) -> None: ...
+
+    def release(self, pages: Iterable[RankPage]) -> None: ...
+
+    def refcount(self, page: RankPage, /) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +69,9 @@ class _Load:
 class HostCopies:
     """Everything in between; the tier is its own."""
 
-    def __init__(self, tier: HostTier, pages: Pages[RankPage], *, page_bytes: int) -> None:
+    def __init__(self, tier: HostTier, pages: PoolPages, *, page_bytes: int) -> None:
         """
         Args:
-            pages: counts the owners of the pool's pages.
             page_bytes: of one page in all layers.
         """
         self._tier = tier
