@@ -35,6 +35,8 @@ from kvrelay.kvcache.checksum import checksum_ranges
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.checkpoint import load_model
 from kvrelay.proto.convert import incarnation_to_pb, pack_ids
+from kvrelay.proto.server import connect
+from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import (
     blocks_pb2_grpc,
     common_pb2,
@@ -218,9 +220,9 @@ async def silent_decode_node() -> AsyncIterator[str]:
 class Client:
     """Speaks to a prefill node as a router would."""
 
-    def __init__(self, node: NodeProcess) -> None:
+    def __init__(self, node: NodeProcess, *, tls: Tls | None = None) -> None:
         self.node = node
-        self._channel = aio.insecure_channel(node.endpoint)
+        self._channel = connect(node.endpoint, max_message_bytes=32 << 20, tls=tls)
         self.stub = prefill_pb2_grpc.PrefillNodeStub(self._channel)
         self.blocks = blocks_pb2_grpc.BlockSourceStub(self._channel)
 

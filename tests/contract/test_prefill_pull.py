@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ import pytest_asyncio
 
 from contract.prefill_process import Client, NodeProcess, decode_peer, prefill_node
 from contract.prefill_requests import CHUNK, MODEL, a_ref, events_of, kinds, latents_of, recorded, some_prompt
+from kvrelay.cli import certs
 from kvrelay.index.server import EmbeddedServer
+from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import prefill_pb2
 from oracle_data import FOLDER
 
@@ -101,3 +104,31 @@ async def test_requests_with_the_prefix_that_a_ring_fetches_wait_for_it(clients:
     after = (await clients[3].settled()).counters
     assert after["pulled_tokens_total"] - before.get("pulled_tokens_total", 0.0) == WHOLE
     assert after["prefill_tokens_executed"] - before["prefill_tokens_executed"] == 6 * (TOKENS + 70 - WHOLE)
+
+
+async def test_further_ranks_of_a_ring_are_served_over_tls_too(tmp_path: Path) -> None:
+    index = EmbeddedServer.start()
+    certs.make(tmp_path / "certs", days=1)
+    ca, cert, key = (str(tmp_path / "certs" / name) for name in ("ca.pem", "member.pem", "member.key"))
+    secure, tls = ("--tls-ca", ca, "--tls-cert", cert, "--tls-key", key), Tls.load(ca=ca, cert=cert, key=key)
+    prompt = some_prompt(TOKENS)
+    with ExitStack() as stack:
+        stack.callback(index.stop)
+        source, asker = (
+            Client(
+                stack.enter_context(
+                    prefill_node(
+                        FOLDER / MODEL, *OPTIONS, *secure, ring_size=size, index_url=index.url, name=f"secure-{size}"
+                    )
+                ),
+                tls=tls,
+            )
+            for size in (1, 2)
+        )
+        await events_of(source.prefill(a_ref(), prompt))
+
+        events = await events_of(asker.prefill(a_ref(), prompt, pull_from=from_node(source)))
+
+        assert events[0].started.pulled_tokens == WHOLE
+        await source.close()
+        await asker.close()
