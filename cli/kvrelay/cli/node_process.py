@@ -27,7 +27,7 @@ from kvrelay.kv_transfer.pool_agent import GPU_STAGING_BYTES
 from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node import app as prefill_app
 from kvrelay.prefill_node import ring_process
-from kvrelay.prefill_node.serving import RingStart
+from kvrelay.prefill_node.led_ring import RingStart
 from kvrelay.prefill_node.settings import PrefillSettings, rank_place
 
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}

@@ -10,7 +10,8 @@ from kvrelay.core.drain import DrainRequests, drained_for
 from kvrelay.core.lifecycle import Ending, announce_ready, die
 from kvrelay.core.supervise import watch_loop
 from kvrelay.model.loaded import Loaded
-from kvrelay.prefill_node.serving import PrefillServer, RingStart
+from kvrelay.prefill_node.led_ring import RingStart
+from kvrelay.prefill_node.serving import PrefillServer
 from kvrelay.prefill_node.settings import PrefillSettings
 
 

@@ -29,8 +29,8 @@ from kvrelay.prefill_node.app import serve
 from kvrelay.prefill_node.follower import follow
 from kvrelay.prefill_node.follower_pulls import FollowerPulls
 from kvrelay.prefill_node.group import RingGroup, form, serve_store, spawn_ranks
+from kvrelay.prefill_node.led_ring import RingStart
 from kvrelay.prefill_node.pulls import Pulls
-from kvrelay.prefill_node.serving import RingStart
 from kvrelay.prefill_node.settings import PrefillSettings, RankPlace, rank_place
 from kvrelay.prefill_node.step_thread import start_step_thread
 from kvrelay.prefill_node.wiring import load_rank, rank_host_pages, rank_worker, start_rank_agent

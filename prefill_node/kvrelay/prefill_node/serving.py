@@ -1,11 +1,9 @@
-"""Rank 0 as a node: wires control, leader, servicer, leases, registry and index together, and takes them down again."""
+"""Rank 0 as a node: wires leader, servicer, leases, registry and index together, and takes them down again."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpc import aio
@@ -15,22 +13,18 @@ from kvrelay.core import telemetry
 from kvrelay.core.address import advertised
 from kvrelay.core.drain import DrainRequests
 from kvrelay.core.health import ProgressWatch
-from kvrelay.core.shard import Span
 from kvrelay.core.supervise import keep
-from kvrelay.core.types import Counters, Incarnation, LinkState, Role
+from kvrelay.core.types import LinkState, Role
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.link_records import links_by_peer
-from kvrelay.kv_transfer.pool_agent import PoolAgent
 from kvrelay.kv_transfer.push_servicer import PushServicer
 from kvrelay.model.loaded import Loaded
 from kvrelay.prefill_node.control import RingControl
-from kvrelay.prefill_node.group import RingGroup
 from kvrelay.prefill_node.health import StepProgress
-from kvrelay.prefill_node.host_price import load_pays, load_token_s
 from kvrelay.prefill_node.intake import NodeFacts
 from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.leases import Leases
-from kvrelay.prefill_node.pages import RingPages
+from kvrelay.prefill_node.led_ring import RingStart, host_token_s, led_ring
 from kvrelay.prefill_node.published import Published
 from kvrelay.prefill_node.published_cost import add_measured
 from kvrelay.prefill_node.pull_servicer import PullServicer
@@ -43,7 +37,7 @@ from kvrelay.prefill_node.servicer import PrefillServicer
 from kvrelay.prefill_node.settings import PrefillSettings
 from kvrelay.prefill_node.step_answer import answer_of
 from kvrelay.prefill_node.step_thread import start_step_thread
-from kvrelay.prefill_node.wiring import align_tokens, rank_host_pages, rank_worker
+from kvrelay.prefill_node.wiring import rank_host_pages
 from kvrelay.proto.convert import incarnation_to_pb
 from kvrelay.proto.node_metrics import NodeMetrics
 from kvrelay.proto.server import Server, node_security
@@ -55,17 +49,6 @@ _DRAIN_CHECK_S = 0.05
 _REGISTER_WAIT_S = 2.0
 _STOP_GRACE_S = 1.0
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RingStart:
-    """A ring whose ranks have found each other."""
-
-    group: RingGroup | None  # None for a ring of one
-    node: Incarnation
-    pages_per_rank: list[int]
-    agent: PoolAgent  # of rank 0
-    stopping: threading.Event = field(default_factory=threading.Event)  # set before the other ranks are told to exit
 
 
 class PrefillServer:
@@ -90,7 +73,14 @@ class PrefillServer:
             node=ring.node,
             has_host_tier=settings.host_cache_gib > 0,
         )
-        self._leader = self._led_ring()
+        self._leader, host_counters = led_ring(
+            settings,
+            loaded,
+            ring,
+            self._loop,
+            pulls=self._pulls,
+            on_cache=lambda change: self._loop.call_soon_threadsafe(self._published.apply, change),
+        )
         self._leases = Leases(lease_s=settings.lease_s, on_expired=self._leader.cancel)
         if self._pulls is not None:
             layout = loaded.pool.layout
@@ -109,7 +99,7 @@ class PrefillServer:
                 self._published.counters,
                 self._pusher.counters,
                 *([self._puller.counters] if self._puller else []),
-                *self._host_counters,
+                *host_counters,
             ),
             on_drain=asked.ask,
             puller=self._puller,
@@ -130,36 +120,6 @@ class PrefillServer:
         self._health: asyncio.Task[None]
         self._metrics: telemetry.MetricsEndpoint | None = None
         self.endpoint = ""  # host:port that others are told, once it has started
-
-    def _led_ring(self) -> Leader:
-        settings, loaded, ring, counters = self._settings, self._loaded, self._ring, Counters()
-        worker = rank_worker(
-            loaded, settings, ring.group, ring.agent.transfer, ring.node, self._loop,
-            wake=lambda: self._leader.wake(), counters=counters,  # noqa: PLW0108 - made below
-        )  # fmt: skip
-        if self._pulls is not None:
-            worker.fetch_by(self._pulls.fetcher, self._pulls.counters)
-        layout = loaded.pool.layout
-        control = _control(settings, loaded, ring.pages_per_rank)
-        control.load_pays, self._host_counters = self._load_pays, control.host_counters
-        return Leader(
-            control,
-            worker,
-            ring.group,
-            token_bytes=layout.row_bytes * layout.num_layers,
-            on_cache=lambda change: self._loop.call_soon_threadsafe(self._published.apply, change),
-            counters=counters,
-        )
-
-    def _load_pays(self, tokens: Span) -> bool:
-        chunk_tokens = self._settings.chunk_tokens_on(self._loaded.device.type)
-        return load_pays(
-            tokens, self._leader.chunk_times.fitted, token_s=self._host_token_s(), chunk_tokens=chunk_tokens
-        )
-
-    def _host_token_s(self) -> float:
-        layout = self._loaded.pool.layout
-        return load_token_s(self._leader.rank_counters, token_bytes=layout.row_bytes * layout.num_layers)
 
     async def start(self) -> None:
         """Serve, and enter the registry.
@@ -285,7 +245,7 @@ class PrefillServer:
             pulls=self._pulls is not None,
             chunk_tokens=settings.chunk_tokens_on(self._loaded.device.type),
             host_pages=rank_host_pages(settings, self._loaded),
-            host_token_s=self._host_token_s(),
+            host_token_s=host_token_s(self._leader, layout),
         )
         add_measured(
             record,
@@ -307,28 +267,6 @@ def _facts(settings: PrefillSettings, loaded: Loaded, ring: RingStart) -> NodeFa
         max_model_len=config.max_model_len,
         cache_window_tokens=config.cache_window_tokens,
         max_request_s=settings.max_request_s,
-    )
-
-
-def _control(settings: PrefillSettings, loaded: Loaded, pages_per_rank: list[int]) -> RingControl:
-    chunk_tokens = settings.chunk_tokens_on(loaded.device.type)
-    layout = loaded.pool.layout
-    host_pages = rank_host_pages(settings, loaded)
-    pages = RingPages(
-        pages_per_rank=pages_per_rank,
-        page_tokens=layout.page_tokens,
-        block_tokens=layout.block_tokens,
-        chunk_tokens=chunk_tokens,
-        align_tokens=align_tokens(loaded.device),
-        host_pages_per_rank=[host_pages] * len(pages_per_rank) if host_pages else (),
-        page_bytes=layout.page_bytes_all_layers,
-    )
-    return RingControl(
-        pages,
-        block_tokens=layout.block_tokens,
-        chunk_tokens=chunk_tokens,
-        max_jobs=settings.max_queued_requests,
-        prefix_wait_s=settings.prefix_wait_s,
     )
 
 
