@@ -49,6 +49,7 @@ class Result:
     leaked: list[str] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     fetched: dict[str, int] = field(default_factory=dict)  # prompt tokens, by node, since each last began to run
+    loaded_blocks: dict[str, int] = field(default_factory=dict)  # from host memory, the same
     worst_outcome_s: float = 0.0  # from a fault to the end of a request that it met
 
     @property
@@ -173,13 +174,13 @@ class Soak:
                 continue  # that process is just being restarted
 
 
-def _fetched(fleet: Fleet) -> dict[str, int]:
-    """Return the prompt tokens that each prefill node has fetched; nothing when a node does not answer."""
+def _counted(fleet: Fleet, name: str) -> dict[str, int]:
+    """Return a counter of each prefill node; nothing when a node does not answer."""
     try:
-        counters = {name: stats.counters for name, stats in fleet.stats().items() if name.startswith("prefill")}
+        counters = {node: stats.counters for node, stats in fleet.stats().items() if node.startswith("prefill")}
     except grpc.RpcError:
         return {}
-    return {name: int(of_node.get("pulled_tokens_total", 0.0)) for name, of_node in counters.items()}
+    return {node: int(of_node.get(name, 0.0)) for node, of_node in counters.items()}
 
 
 def _difference(got: Sequence[int], wanted: Sequence[int]) -> str:
@@ -255,15 +256,22 @@ def main() -> int:
     parser.add_argument(
         "--pulls", action="store_true", help="let prefill nodes fetch cached blocks from other nodes too"
     )
+    parser.add_argument(
+        "--host-tier", action="store_true", help="give prefill nodes small pools, and host memory for what these let go"
+    )
     options = parser.parse_args()
-    spec = replace(SPEC, environ={"KVRELAY_PREFILL_PULL_TIMEOUT_S": "10" if options.pulls else "0"})
+    environ = {"KVRELAY_PREFILL_PULL_TIMEOUT_S": "10" if options.pulls else "0"}
+    if options.host_tier:
+        environ |= {"KVRELAY_PREFILL_HOST_CACHE_GIB": "0.02", "KVRELAY_PREFILL_POOL_PAGES": "60"}
+    spec = replace(SPEC, environ=environ)
     result, began = Result(options.seed, options.minutes), conditions.now()
     sys.stdout.write(f"soak: seed {options.seed}, {options.minutes:g} minutes\n")
     for which in range(NUM_PROMPTS):
         golden(which, random.Random(which).randrange(1, LONGEST), max(OUTPUT))
     with running(spec) as fleet:
         Soak(fleet, result).run(options.minutes)
-        result.fetched = _fetched(fleet)
+        result.fetched = _counted(fleet, "pulled_tokens_total")
+        result.loaded_blocks = _counted(fleet, "host_loaded_blocks_total")
         logs = "" if result.good else fleet.logs()
     text = json.dumps({**began, **result.shown()}, indent=1) + "\n"
     sys.stdout.write(text)
