@@ -61,7 +61,7 @@ def test_a_copy_waits_for_what_was_launched_and_nobody_waits_for_it(pool: Latent
     torch.cuda.synchronize()
     expected = torch.full((64, 576), 7.0, dtype=torch.bfloat16)
 
-    torch.cuda._sleep(SLEEP_CYCLES)
+    torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
     for layer in range(LAYOUT.num_layers):
         pool.layer(layer)[3].fill_(7.0)
     began_s = time.monotonic()
@@ -70,7 +70,7 @@ def test_a_copy_waits_for_what_was_launched_and_nobody_waits_for_it(pool: Latent
     assert copier.take_done() == []
     ended(copier, 2)
 
-    torch.cuda._sleep(SLEEP_CYCLES)
+    torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
     read = pool.layer(2)[5].clone()  # launched before the load, so it sees what was there before
     was = pool.layer(2)[6].clone()
     copier.begin(3, [5], [4], to_host=False)
@@ -86,7 +86,7 @@ def test_computing_goes_on_while_pages_are_copied(pool: LatentPool) -> None:
     pages = list(range(PAGES))
     copier.begin(1, pages, pages, to_host=True)
     ended(copier, 1)
-    started, finished = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    started, finished = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     for number in range(2, 12):
         copier.begin(number, pages, pages, to_host=number % 2 == 0)
     started.record()
