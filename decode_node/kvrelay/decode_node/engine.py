@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kvrelay.core.errors import ServeError
+from kvrelay.core.shard import Span
 from kvrelay.core.types import SampledToken, Sampling
-from kvrelay.decode_node.local_prefill import Chunk
+from kvrelay.decode_node.local_prefill import LEAST_TOKENS, Chunk
 from kvrelay.decode_node.scheduler import Sequence
 from kvrelay.kernels.mla_decode import DecodePlan
 from kvrelay.kvcache.pool import LatentPool
@@ -24,6 +25,12 @@ from kvrelay.model.decode_step import decode_forward
 from kvrelay.model.prefill_step import prefill_forward
 from kvrelay.model.sampler import SamplerState, sample
 from kvrelay.model.transformer import Model
+
+_FIRST_USES = (  # the ways to choose a token that run different kernels
+    Sampling(max_tokens=1),
+    Sampling(max_tokens=1, temperature=1.0, top_k=2, top_p=0.9, min_p=0.01),
+    Sampling(max_tokens=1, logprobs=1),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +77,24 @@ class DecodeEngine:
         if self._graphs is not None:
             self._graphs.run([])
 
-    def warm_up(self) -> None:
-        """Record all steps and run one on page 0, so that no request pays for a first use.
+    def warm_up(self, *, prompts: bool = False) -> None:
+        """Record all steps and run some on page 0, so that no request pays for a first use, nor those beside it.
 
         Only before anything is reserved.
+
+        Args:
+            prompts: also compute a short one, in two chunks.
         """
         if self._graphs is not None:
             self._graphs.record_all()
-        state = SequenceState.of([0], SamplerState(Sampling(max_tokens=1), [0]))
-        self.step([Sequence(0, position=0, last_token=0, tokens_left=1, stop_ids=frozenset())], [state])
+        for sampling in _FIRST_USES:
+            state = SequenceState.of([0], SamplerState(sampling, [0]))
+            self.step([Sequence(0, position=0, last_token=0, tokens_left=1, stop_ids=frozenset())], [state])
+        if prompts:
+            state = SequenceState.of([0], SamplerState(_FIRST_USES[0], [0]))
+            half = np.zeros(LEAST_TOKENS, np.int32)
+            for tokens in (Span(0, LEAST_TOKENS), Span(LEAST_TOKENS, 2 * LEAST_TOKENS)):
+                self.extend(Chunk(0, tokens, half, 2 * LEAST_TOKENS), state)
 
     @torch.inference_mode()
     def step(

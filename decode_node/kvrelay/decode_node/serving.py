@@ -152,7 +152,7 @@ class DecodeServer:
         Raises:
             SettingsError: the address cannot be bound.
         """
-        self.engine.warm_up()
+        self.engine.warm_up(prompts=self._settings.local_prefill_tokens > 0)
         servicer = DecodeServicer(
             self.node,
             self._hub,

@@ -8,14 +8,17 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
 from idle import assert_self_idle
+from kvrelay.core.shard import Span
 from kvrelay.core.types import FinishReason, SampledToken, Sampling
 from kvrelay.decode_node import runner
 from kvrelay.decode_node.engine import DecodeEngine, SequenceState
+from kvrelay.decode_node.local_prefill import Chunk
 from kvrelay.decode_node.runner import Crashed, Joined, Left, Report, Stepped, StepThread
 from kvrelay.decode_node.scheduler import Sequence
 from kvrelay.kvcache.pool import LatentPool
@@ -215,3 +218,25 @@ async def test_an_idle_device_is_kept_awake_now_and_then_while_latents_land(
     assert len(empty) <= most, f"{len(empty) - before} in {time.monotonic() - told:.2f} s"
     assert steps.thread.stuck_s() == 0.0
     assert set(empty) == {"step"}
+
+
+def test_what_serves_later_has_been_used_before(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = LatentPool(model.layout(block_tokens=64), 4, torch.device("cpu"))
+    engine = DecodeEngine(model, pool, max_batch=2)
+    used: list[Any] = []
+    extend, step = engine.extend, engine.step
+
+    def noted_extend(chunk: Chunk, state: SequenceState) -> Any:
+        used.append(chunk.tokens)
+        return extend(chunk, state)
+
+    def noted_step(batch: list[Sequence], states: list[SequenceState]) -> Any:
+        used.append(states[0].sampler.is_plain_greedy)
+        return step(batch, states)
+
+    monkeypatch.setattr(engine, "extend", noted_extend)
+    monkeypatch.setattr(engine, "step", noted_step)
+    engine.warm_up(prompts=True)
+
+    assert used == [True, False, False, Span(0, 16), Span(16, 32)]
+    assert not any(pool.layer(layer)[1:].any() for layer in range(pool.layout.num_layers))
