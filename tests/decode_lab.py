@@ -171,7 +171,7 @@ class Lab:
     async def stats(self) -> common_pb2.NodeStats:
         return await self.stub.Stats(common_pb2.StatsRequest())
 
-    async def settled(self, within_s: float = 5.0) -> common_pb2.NodeStats:
+    async def settled(self, within_s: float = 15.0) -> common_pb2.NodeStats:
         """Wait until nothing is held for any request, with an account that adds up at every look; return it."""
         async with asyncio.timeout(within_s):
             while True:

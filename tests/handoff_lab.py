@@ -42,6 +42,7 @@ LAYOUT = PageLayout(
     num_layers=3, latent_width=32, rope_width=16, dtype="float32", model_id="lab", page_tokens=8, block_tokens=8
 )
 LIMITS = Limits(fence_timeout_s=1.0, drain_s=0.2)
+PATIENT_S = 100.0  # times of a reservation for a process that is still to start
 Wrap = Callable[[Transport], Transport]
 
 

@@ -42,11 +42,12 @@ async def main(kind: str, raw_ticket: str, num_pages: str) -> None:
         for start in range(tokens.start, tokens.end, PART_TOKENS):
             for layer in range(3):
                 end.add_part(layer, Span(start, min(start + PART_TOKENS, tokens.end)), range(int(num_pages)))
-        while not thread.counters.values.get("parts_posted_total"):  # noqa: ASYNC110 (the thread has no event for it)
+        while not thread.counters.values.get("parts_posted_total") and not running.done():  # noqa: ASYNC110 (no event)
             await asyncio.sleep(0.0005)
-        sys.stdout.write("posting\n")
-        sys.stdout.flush()
-        seal(end)
+        if not running.done():
+            sys.stdout.write("posting\n")
+            sys.stdout.flush()
+            seal(end)
         outcome = await running
         sys.stdout.write(f"{outcome}\n")
         sys.stdout.flush()

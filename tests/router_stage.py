@@ -220,7 +220,7 @@ def ids(events: Sequence[inference_pb2.GenerateEvent]) -> list[int]:
     return [one for event in events for one in event.tokens.token_ids]
 
 
-async def until(condition: Any, timeout_s: float = 3.0) -> None:
+async def until(condition: Any, timeout_s: float = 20.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - what is waited for is on the other side of a connection
             await asyncio.sleep(0.01)

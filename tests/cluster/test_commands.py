@@ -173,5 +173,5 @@ def test_a_drained_node_finishes_its_work_and_leaves(cluster: Cluster) -> None:
     assert unknown.returncode == 1
     assert "nobody" in unknown.stderr
     assert [event.WhichOneof("event") for event in call][-1] == "finished"
-    wait_until(lambda: {record.node.name for record in cluster.nodes()} == {"prefill-1", "decode-0"}, 15)
+    wait_until(lambda: {record.node.name for record in cluster.nodes()} == {"prefill-1", "decode-0"}, 30)
     assert cluster.generate("hello", max_tokens=2).finished.nodes.prefill_node == "prefill-1"

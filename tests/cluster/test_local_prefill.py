@@ -31,7 +31,7 @@ def _turn(cluster: Cluster, seed: int, *, new_tokens: int) -> list[int]:
         preview = cluster.fleet.Preview(fleet_pb2.PreviewRequest(packed_ids=packed, max_tokens=8))
         return any(one.role == fleet_pb2.NODE_ROLE_DECODE and one.cached_tokens >= 384 for one in preview.candidates)
 
-    wait_until(knows, 5.0)
+    wait_until(knows, 20.0)
     return again
 
 

@@ -36,7 +36,7 @@ def test_the_spans_of_both_legs_hang_below_the_callers(cluster: Cluster) -> None
             line["span"]: line for line in lines_of(cluster) if line.get("request_id") == request_id and "span" in line
         }
 
-    wait_until(lambda: set(spans()) == {"generate", "reserve", "prefill", "decode"}, 10, lambda: str(spans()))
+    wait_until(lambda: set(spans()) == {"generate", "reserve", "prefill", "decode"}, 30, lambda: str(spans()))
     seen = spans()
     assert {line["trace_id"] for line in seen.values()} == {CALLER[0]}
     assert seen["generate"]["parent_id"] == CALLER[1]
@@ -60,6 +60,6 @@ def test_every_line_that_names_a_request_carries_its_id(cluster: Cluster) -> Non
         return {line["process"] for line in of(request_id) if "span" in line}
 
     for request_id in (answered, given_up):
-        wait_until(lambda request_id=request_id: len(told_by(request_id)) == 3, 10)
+        wait_until(lambda request_id=request_id: len(told_by(request_id)) == 3, 30)
         lost = [line for line in of(request_id) if line.get("request_id") != request_id]
         assert not lost, lost

@@ -63,7 +63,7 @@ def test_up_prints_one_line_and_drains_on_sigterm(up: subprocess.Popen[str], tmp
     assert up.wait(timeout=45) == 0
     assert up.stdout.read() == ""
     assert "intra-op threads" in (tmp_path / "up.log").read_text()
-    wait_until(lambda: gone(everyone), 5)
+    wait_until(lambda: gone(everyone), 20)
 
 
 def test_nothing_outlives_up(up: subprocess.Popen[str]) -> None:
@@ -74,7 +74,7 @@ def test_nothing_outlives_up(up: subprocess.Popen[str]) -> None:
 
     up.kill()
 
-    wait_until(lambda: gone(everyone), 10, lambda: str([one.cmdline() for one in everyone if one.is_running()]))
+    wait_until(lambda: gone(everyone), 20, lambda: str([one.cmdline() for one in everyone if one.is_running()]))
 
 
 def test_up_stops_while_it_is_still_starting(up: subprocess.Popen[str], tmp_path: Path) -> None:

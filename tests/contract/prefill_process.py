@@ -136,7 +136,7 @@ class DecodePeer:
         )
         return ticket, pages_of(runs)
 
-    async def all_pages_free(self, *, within_s: float = 5.0) -> None:
+    async def all_pages_free(self, *, within_s: float = 15.0) -> None:
         """Wait until the hub has given every page back."""
         deadline = asyncio.get_running_loop().time() + within_s
         while self.allocator.free_pages < self.allocator.num_pages:
@@ -255,7 +255,7 @@ class Client:
         stats: common_pb2.NodeStats = await self.stub.Stats(common_pb2.StatsRequest())
         return stats
 
-    async def settled(self, *, within_s: float = 5.0) -> common_pb2.NodeStats:
+    async def settled(self, *, within_s: float = 15.0) -> common_pb2.NodeStats:
         """Return the stats once nothing is held by requests any more."""
         deadline = asyncio.get_running_loop().time() + within_s
         while True:

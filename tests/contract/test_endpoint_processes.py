@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 import handoff_writer
-from handoff_lab import Reader, reader, until
+from handoff_lab import PATIENT_S, Reader, reader, until
 from kvrelay.core.types import Epoch, Incarnation
 from kvrelay.kv_transfer.values import Request
 from transport_party import KINDS
@@ -50,7 +50,9 @@ class NextOwner:
 
 async def test_a_stopped_writer_that_goes_on_after_the_abort_disturbs_nobody(kind: str, decode: Reader) -> None:
     next_owner = NextOwner(decode)
-    ticket = decode.reserve("r", writer=Incarnation.new("prefill"), prompt_tokens=PROMPT_TOKENS)
+    ticket = decode.reserve(
+        "r", writer=Incarnation.new("prefill"), prompt_tokens=PROMPT_TOKENS, timeout_s=PATIENT_S, lease_s=PATIENT_S
+    )
     writer = handoff_writer.start(kind, ticket, num_pages=NUM_PAGES)
     assert writer.stdout is not None
     try:
@@ -74,7 +76,7 @@ async def test_a_stopped_writer_that_goes_on_after_the_abort_disturbs_nobody(kin
 async def test_a_killed_writers_pages_come_back_once_nothing_of_it_can_land(kind: str, decode: Reader) -> None:
     next_owner = NextOwner(decode)
     prefill = Incarnation.new("prefill")
-    ticket = decode.reserve("r", writer=prefill, prompt_tokens=PROMPT_TOKENS)
+    ticket = decode.reserve("r", writer=prefill, prompt_tokens=PROMPT_TOKENS, timeout_s=PATIENT_S, lease_s=PATIENT_S)
     writer = handoff_writer.start(kind, ticket, num_pages=NUM_PAGES)
     assert writer.stdout is not None
     assert await asyncio.to_thread(writer.stdout.readline) == "posting\n"

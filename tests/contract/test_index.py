@@ -38,7 +38,7 @@ async def blocks_of(reader: PrefixReader, hashes: Sequence[bytes]) -> dict[str, 
 
 
 async def eventually(reader: PrefixReader, hashes: Sequence[bytes], wanted: dict[str, int]) -> None:
-    for _ in range(250):
+    for _ in range(1000):
         if await blocks_of(reader, hashes) == wanted:
             return
         await asyncio.sleep(0.02)

@@ -63,7 +63,7 @@ def held(index: PrefixIndex, hashes: Sequence[bytes] = HASHES) -> dict[str, int]
     return {one.node.name: one.num_blocks for one in index.mirror.longest(hashes)}
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - what is waited for is on the other side of a connection
             await asyncio.sleep(0.01)

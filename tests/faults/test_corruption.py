@@ -16,7 +16,7 @@ from faults.lab.drive import drive, refusal
 from faults.lab.fleet import Fleet
 from faults.lab.requests import TOKENS, right
 from faults.lab.workload import prompt
-from handoff_lab import Reader, reader, until
+from handoff_lab import PATIENT_S, Reader, reader, until
 from kvrelay.core.clock import monotonic
 from kvrelay.core.errors import LayoutMismatchError
 from kvrelay.core.layout import PageLayout
@@ -62,7 +62,9 @@ async def test_c1_pages_of_an_aborted_hand_off_serve_nobody_while_an_old_write_c
         monkeypatch.setenv(name, value)
     async with reader(_TCP, num_pages=NUM_PAGES) as decode:
         decode.on_free = lambda epoch: _fill(decode)
-        ticket = decode.reserve("r", writer=Incarnation.new("prefill"), prompt_tokens=NUM_PAGES * 8)
+        ticket = decode.reserve(
+            "r", writer=Incarnation.new("prefill"), prompt_tokens=NUM_PAGES * 8, timeout_s=PATIENT_S, lease_s=PATIENT_S
+        )
         writer = handoff_writer.start(_TCP, ticket, num_pages=NUM_PAGES)
         assert writer.stdout is not None
         try:
