@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,8 @@ NAMES = (
 LENGTHS = (1, 7, 64, 333, 1500)
 # Longest prompt plus recorded tokens; the dynamic-NTK model's own window is shorter.
 MAX_MODEL_LEN = 2048
+# An array's header is parsed as Python, which threads cannot all do at once in every version (CPython 106905).
+_READING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ def oracle_folder(name: str) -> Path:
 
 
 def recording(name: str, length: int) -> Recording:
-    with np.load(oracle_folder(name) / "oracle.npz") as arrays:
+    with _READING, np.load(oracle_folder(name) / "oracle.npz") as arrays:
         return Recording(
             prompt=arrays[f"prompt_{length}"].tolist(),
             greedy=arrays[f"greedy_{length}"].tolist(),

@@ -120,7 +120,7 @@ def test_c2_parts_that_come_twice_or_in_another_order_change_nothing(fleet: Flee
     """C2. Duplicated, reordered: no attempt fails."""
     retries = fleet.retries()
     fleet.serve_on("prefill-0")
-    fleet.arm("prefill-0", "part", kind, skip=2, count=2, seconds=0.2)
+    fleet.arm("prefill-0", "part", kind, skip=2, count=2, seconds=1.0)
     right(fleet, 320 + len(kind))
     assert fleet.remote.hits("prefill-0").get(f"part:{kind}")
     assert fleet.retries() == retries

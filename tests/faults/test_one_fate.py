@@ -83,7 +83,7 @@ def test_f5_c8_a_stream_goes_on_with_the_next_token_when_decode_dies(fleet: Flee
     fleet.signal(found[0], signal.SIGKILL)
     request.assert_right()
     assert request.answer.usage.completion_tokens == 40
-    fleet.make_whole(30)
+    fleet.make_whole(60)
 
 
 @pytest.mark.full

@@ -66,7 +66,7 @@ def test_p2_c8_a_killed_decode_node_pins_nothing_on_prefill(fleet: Fleet, state:
     fleet.remote.clear()
     wait_until(lambda: not any(pinned(fleet, name) for name in ("prefill-0", "prefill-1")), 2 * LEASE_S + 2)
     request.assert_right()
-    fleet.make_whole(30)
+    fleet.make_whole(60)
 
 
 @pytest.mark.parametrize("state", ["attached", pytest.param("receiving", marks=pytest.mark.full)])
@@ -82,7 +82,7 @@ def test_p3_c8_a_killed_prefill_node_gives_decodes_pages_back_and_the_request_is
     fleet.signal(request.answer.accepted.nodes.prefill_node, signal.SIGKILL)
     fleet.remote.clear()
     request.assert_right()
-    fleet.make_whole(30)
+    fleet.make_whole(60)
 
 
 @pytest.mark.sabotage("holders_death_unnoticed")

@@ -38,7 +38,7 @@ def test_r2_a_restarted_node_is_another_one_under_the_same_name(fleet: Fleet) ->
         old = before.decode_node.node
     fleet.signal("decode-0", signal.SIGKILL)
     wait_until(lambda: any(r.node.name == "decode-0" and r.node != old for r in fleet.nodes()), 60)
-    fleet.make_whole(30)
+    fleet.make_whole(60)
     with drive(fleet, prompt(511, TOKENS)) as after:
         code, text = refusal(lambda: after.reserve(node=old))
         assert code is grpc.StatusCode.UNAVAILABLE, text

@@ -45,7 +45,7 @@ def test_n1_what_a_stopped_writer_still_writes_reaches_no_page_in_use(fleet: Fle
         refusal(lambda: call)
     for seed in range(802, 806):
         right(fleet, seed)
-    fleet.make_whole(30)
+    fleet.make_whole(60)
 
 
 @pytest.mark.full
@@ -65,7 +65,7 @@ def test_n2_a_ring_with_a_stopped_rank_leaves_as_a_whole_and_the_request_is_redo
     wait_until(
         lambda: any(r.node.name == "prefill-1" and r.node.start_id != before["prefill-1"] for r in fleet.nodes()), 60
     )
-    fleet.make_whole(30)
+    fleet.make_whole(60)
 
 
 @pytest.mark.sabotage("leases_never_end")
