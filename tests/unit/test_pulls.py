@@ -25,12 +25,13 @@ from kvrelay.prefill_node.intake import NodeFacts
 from kvrelay.prefill_node.jobs import Event, FillEnded, Job
 from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.leases import Leases
+from kvrelay.prefill_node.pull_servicer import PullServicer
 from kvrelay.prefill_node.puller import Puller
 from kvrelay.prefill_node.rank import RankWorker
 from kvrelay.prefill_node.rank_fetcher import RankFetcher
 from kvrelay.prefill_node.servicer import PrefillServicer
 from kvrelay.proto.convert import epoch_to_pb
-from kvrelay.proto.v1 import blocks_pb2, blocks_pb2_grpc, common_pb2, handoff_pb2, ring_pb2
+from kvrelay.proto.v1 import blocks_pb2, blocks_pb2_grpc, common_pb2, decode_pb2, handoff_pb2, ring_pb2
 from played_ring import BLOCK, PAGE, Ring, a_job
 
 NODE, ROUTER = Incarnation("prefill", 1), Incarnation("router", 1)
@@ -77,6 +78,25 @@ async def test_an_abort_that_comes_as_a_pull_ends_is_not_lost() -> None:
     assert ring.control.active_jobs == 0
 
 
+@pytest.mark.parametrize("ring_size", [1, 2])
+async def test_a_fence_does_not_wait_for_the_chunk_in_work_but_on_further_ranks(ring_size: int) -> None:
+    ring, hub = Ring(ring_size=ring_size), OneEpoch()
+    busy = Leader(
+        ring.control, cast(RankWorker, None), None, token_bytes=1, on_cache=lambda _: None, counters=Counters()
+    )
+    servicer = PullServicer(cast(ReaderHub, hub), busy, ring_size=ring_size)  # type: ignore[abstract]
+    asked = decode_pb2.FenceWriterRequest(writer=common_pb2.Incarnation(name="dead", start_id=1))
+
+    call = asyncio.create_task(servicer.FenceWriter(asked, cast(Any, None)))
+    await asyncio.sleep(0.01)
+
+    assert hub.ends == ["dead fenced"]
+    assert call.done() is (ring_size == 1)
+    busy._take_commands(0)
+    assert (await call).pages == (7 if ring_size == 1 else 0)
+    assert [one.writer.name for one in ring.control.plan(0.0).fences] == ["dead"] * (ring_size - 1)
+
+
 class LyingSource(blocks_pb2_grpc.BlockSourceServicer):
     """Says that all is written, of which nothing is heard."""
 
@@ -98,6 +118,10 @@ class OneEpoch:
 
     def abort(self, *_: object) -> None:
         self.ends.append("aborted")
+
+    def fence(self, name: str, **_: object) -> int:
+        self.ends.append(f"{name} fenced")
+        return 7
 
 
 class Fetching:

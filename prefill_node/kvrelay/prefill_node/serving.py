@@ -164,7 +164,8 @@ class PrefillServer:
         )
         blocks_pb2_grpc.add_BlockSourceServicer_to_server(pushes, server)
         if self._pulls is not None:
-            servicer = PullServicer(self._pulls.hub, self._leader)  # type: ignore[abstract]
+            ring_size = len(self._ring.pages_per_rank)
+            servicer = PullServicer(self._pulls.hub, self._leader, ring_size=ring_size)  # type: ignore[abstract]
             decode_pb2_grpc.add_DecodeNodeServicer_to_server(servicer, server)
 
     @property
