@@ -60,6 +60,7 @@ def some_loads(rng: random.Random, nodes: list[NodeView]) -> dict[Incarnation, L
         node.incarnation: Load(
             rng.randrange(9), rng.randrange(5000), rng.randrange(200),
             tuple(rng.choice((0.01, 0.3, 5.0)) for _ in range(rng.randrange(4))), rng.choice((0.0, 3.0, 60.0)),
+            rng.randrange(200_000),
         )
         for node in busy
     }  # fmt: skip

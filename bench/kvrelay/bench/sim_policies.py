@@ -15,6 +15,7 @@ from kvrelay.router.admission import TARGETS, Prospect, Refusal, Slo, Targets, T
 from kvrelay.router.books import Books, Entry
 from kvrelay.router.fleet import NodeView
 from kvrelay.router.placement import Pair, Question
+from kvrelay.router.score import EXPECTED_OUTPUT_TOKENS
 from kvrelay.router.shortlist import Roster
 
 
@@ -91,7 +92,8 @@ class Ours:
     def enter(self, job: Job, pair: Pair) -> None:
         assert pair.decode is not None
         pages = -(-(job.prompt_tokens + job.output_tokens) // pair.decode.page_tokens)
-        self._entries[job.key] = self._books.enter(pair, decode_pages=pages, hashes=job.blocks)
+        context = job.prompt_tokens + min(job.output_tokens, EXPECTED_OUTPUT_TOKENS)
+        self._entries[job.key] = self._books.enter(pair, decode_pages=pages, hashes=job.blocks, context=context)
 
     def first_token(self, job: Job) -> None:
         self._entries[job.key].computed()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.types import Incarnation
@@ -31,6 +31,7 @@ class Share:
     tokens: int = 0
     pages: int = 0
     work_s: float = 0.0
+    context: int = 0  # tokens, in the steps of a decode node
 
 
 @dataclass(slots=True, eq=False)
@@ -82,15 +83,19 @@ class Books:
         *,
         decode_pages: int,
         hashes: Sequence[bytes],
+        context: int = 0,
         on_computed: Callable[[], None] = lambda: None,
     ) -> Entry:
-        """Enter a request; `on_computed` is called once, at the latest when it is released."""
+        """Enter a request; `on_computed` is called once, at the latest when it is released.
+
+        Args:
+            context: tokens that decode steps will have of it.
+        """
         shares = [Share(pair.prefill.incarnation, tokens=pair.remaining_tokens, work_s=pair.work_s)]
         if pair.decode is not None and pair.local is not None:
-            node = pair.decode.incarnation
-            shares = [Share(node, tokens=pair.remaining_tokens, pages=decode_pages, work_s=pair.work_s)]
+            shares = [replace(shares[0], node=pair.decode.incarnation, pages=decode_pages, context=context)]
         elif pair.decode is not None:
-            shares.append(Share(pair.decode.incarnation, pages=decode_pages))
+            shares.append(Share(pair.decode.incarnation, pages=decode_pages, context=context))
         entry = Entry(self, tuple(shares), hashes, self._clock(), on_computed=on_computed)
         self._put(entry)
         if self._columns.num_nodes > _MAX_REMEMBERED:
@@ -110,7 +115,7 @@ class Books:
     def _put(self, entry: Entry) -> None:
         for share in entry.shares:
             self.accounts.setdefault(share.node, _Account()).requests += 1
-            self._columns.add(share.node, requests=1, tokens=share.tokens, pages=share.pages)
+            self._columns.add(share.node, requests=1, tokens=share.tokens, pages=share.pages, context=share.context)
         first = entry.shares[0]
         self._hold(entry, first.node)
         self.loads().worked(first.node, first.work_s)
@@ -135,7 +140,7 @@ class Books:
             self._blocks.remove(self._columns.slot(node), entry.hashes)
         entry.held_by.clear()
         for share in entry.shares:
-            self._columns.add(share.node, requests=-1, pages=-share.pages)
+            self._columns.add(share.node, requests=-1, pages=-share.pages, context=-share.context)
             account = self.accounts[share.node]
             account.requests -= 1
             if not account.requests:

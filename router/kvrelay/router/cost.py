@@ -110,9 +110,15 @@ def step_s(cost: NodeCost, *, sequences: int, context_tokens: int) -> float:
 
 
 def between_tokens_s(cost: NodeCost, *, sequences: int, context_tokens: int, max_batch: int) -> float:
-    """Return the time between a sequence's tokens; more than `max_batch` sequences take turns (0: there is no most)."""
+    """Return the time between a sequence's tokens; more than `max_batch` sequences take turns (0: there is no most).
+
+    Args:
+        context_tokens: of all sequences.
+    """
     together = min(sequences, max_batch) if max_batch else sequences
-    return step_s(cost, sequences=together, context_tokens=context_tokens) * sequences / together
+    return step_s(cost, sequences=together, context_tokens=0) * sequences / together + (
+        context_tokens * cost.context_token_s
+    )
 
 
 def _alone_s(cost: NodeCost, tokens: int, cached: int) -> float:

@@ -33,6 +33,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
         self.requests: Ints = np.zeros(_LEAST_ROOM, np.int64)
         self.tokens: Ints = np.zeros(_LEAST_ROOM, np.int64)
         self.pages: Ints = np.zeros(_LEAST_ROOM, np.int64)
+        self.context: Ints = np.zeros(_LEAST_ROOM, np.int64)
         self._recent: Floats = np.zeros(_LEAST_ROOM)  # in units that were seconds at _unit_s
         self._unit_s = 0.0
         self._fade = 1.0  # what is left now of a unit
@@ -50,7 +51,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
         """Return the same loads as columns."""
         columns = cls()
         for node, load in loads.items():
-            columns.add(node, requests=load.requests, tokens=load.tokens, pages=load.pages)
+            columns.add(node, requests=load.requests, tokens=load.tokens, pages=load.pages, context=load.context)
             columns.worked(node, load.recent_s)
             for work_s in load.works_s:
                 columns.put(node, work_s)
@@ -86,12 +87,13 @@ class LoadColumns(Mapping[Incarnation, Load]):
         assert node is not None, slot
         return node
 
-    def add(self, node: Incarnation, *, requests: int = 0, tokens: int = 0, pages: int = 0) -> None:
+    def add(self, node: Incarnation, *, requests: int = 0, tokens: int = 0, pages: int = 0, context: int = 0) -> None:
         slot = self.slot(node)
         self._changed.add(node)
         self.requests[slot] += requests
         self.tokens[slot] += tokens
         self.pages[slot] += pages
+        self.context[slot] += context
 
     def put(self, node: Incarnation, work_s: float) -> int:
         """Enter work ahead on a node; `take` it with what this returns."""
@@ -145,7 +147,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
             slot = self._slots.pop(node)
             self._changed.add(node)
             self._nodes[slot] = None
-            for column in (self.requests, self.tokens, self.pages, self._recent):
+            for column in (self.requests, self.tokens, self.pages, self.context, self._recent):
                 column[slot] = 0
             self._free.append(slot)
             self.version += 1
@@ -171,7 +173,8 @@ class LoadColumns(Mapping[Incarnation, Load]):
         if not (works or requests or tokens or pages or recent_s):
             return default
         works_s = tuple(works.values()) if works else ()
-        return Load(int(requests), int(tokens), int(pages), works_s, float(recent_s) * self._fade)
+        context = int(self.context[slot])
+        return Load(int(requests), int(tokens), int(pages), works_s, float(recent_s) * self._fade, context)
 
     def take_changed(self) -> set[Incarnation]:
         """Return the nodes whose load has changed since this was last asked; that it fades is no change."""
@@ -190,7 +193,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
     def _make_room(self, slot: int) -> None:
         if slot >= len(self.requests):
             self.requests, self.tokens, self.pages = _longer(self.requests), _longer(self.tokens), _longer(self.pages)
-            self._recent = _longer(self._recent)
+            self.context, self._recent = _longer(self.context), _longer(self._recent)
 
 
 def _longer(column: npt.NDArray[Any]) -> npt.NDArray[Any]:

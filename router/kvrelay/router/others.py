@@ -51,13 +51,13 @@ class OthersLoads:
                     nodes[node] = self._enter(node, load, now_s)
 
     def _enter(self, node: Incarnation, load: NodeLoad, now_s: float) -> _Entered:
-        self.columns.add(node, requests=load.requests, tokens=load.tokens, pages=load.pages)
+        self.columns.add(node, requests=load.requests, tokens=load.tokens, pages=load.pages, context=load.context)
         self.columns.worked(node, load.recent_s)
         return _Entered(load, tuple(self.columns.put(node, work_s) for work_s in load.works_s), now_s)
 
     def _drop(self, node: Incarnation, entered: _Entered, now_s: float) -> None:
         load = entered.load
-        self.columns.add(node, requests=-load.requests, tokens=-load.tokens, pages=-load.pages)
+        self.columns.add(node, requests=-load.requests, tokens=-load.tokens, pages=-load.pages, context=-load.context)
         self.columns.worked(node, -load.recent_s * math.exp((entered.at_s - now_s) / RECENT_S))
         for work in entered.works:
             self.columns.take(work)

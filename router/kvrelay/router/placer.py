@@ -188,7 +188,13 @@ class IndexPlacer:
         pair, question = choice.pair, choice.question
         decode_pages = 0 if pair.decode is None else question.pages(pair.decode)
         hashes = work.hashes[pair.prefill.layout_fingerprint]
-        entry = self._books.enter(pair, decode_pages=decode_pages, hashes=hashes, on_computed=on_computed)
+        entry = self._books.enter(
+            pair,
+            decode_pages=decode_pages,
+            hashes=hashes,
+            context=question.context_tokens,
+            on_computed=on_computed,
+        )
         self._on_placed()
         pull = pair.pull or pair.late_pull
         placed = Placed(
@@ -296,7 +302,9 @@ def _all_by_prefill(choice: _Choice, decode_pages: int) -> tuple[Share, ...]:
     """Return what a request takes of its pair when the prefill node computes all that it has not cached."""
     pair, question = choice.pair, choice.question
     first = Share(pair.prefill.incarnation, question.remaining(pair.prefill), work_s=work_s(pair.prefill, question))
-    return (first,) if pair.decode is None else (first, Share(pair.decode.incarnation, pages=decode_pages))
+    if pair.decode is None:
+        return (first,)
+    return first, Share(pair.decode.incarnation, pages=decode_pages, context=question.context_tokens)
 
 
 def _explained(work: _Work, choice: _Choice) -> Decision:

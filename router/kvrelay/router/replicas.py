@@ -115,6 +115,7 @@ def _record(node: Incarnation, loads: Mapping[Incarnation, Load]) -> NodeLoad:
         pages=load.pages,
         works_s=load.works_s,
         recent_s=load.recent_s,
+        context=load.context,
     )
 
 
@@ -147,4 +148,5 @@ def _sum(one: Load, other: Load) -> Load:
         one.pages + other.pages,
         one.works_s + other.works_s,
         one.recent_s + other.recent_s,
+        one.context + other.context,
     )

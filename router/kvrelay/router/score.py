@@ -36,6 +36,7 @@ class Load:
     pages: int = 0
     works_s: tuple[float, ...] = field(default=(), compare=False)  # predicted time of each request's tokens
     recent_s: float = field(default=0.0, compare=False)  # work given to the node lately, fading
+    context: int = field(default=0, compare=False)  # tokens that the requests will have in a decode step
 
 
 NO_LOAD = Load()
@@ -85,6 +86,11 @@ class Question:
     @property
     def expected_output(self) -> int:
         return min(self.total_tokens - self.prompt_tokens, EXPECTED_OUTPUT_TOKENS)
+
+    @property
+    def context_tokens(self) -> int:
+        """What a decode step will have to read of this request."""
+        return self.prompt_tokens + self.expected_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +172,9 @@ def prefill_score(
 def decode_score(node: NodeView, question: Question) -> Score:
     load = question.load(node)
     active = max(node.active_requests, load.requests)
-    step = between_tokens_s(
-        node.cost, sequences=active + 1, context_tokens=question.total_tokens, max_batch=node.max_batch
-    )
+    # Requests that only the node told of are taken to be like this one.
+    context = load.context + (active + 1 - load.requests) * question.context_tokens
+    step = between_tokens_s(node.cost, sequences=active + 1, context_tokens=context, max_batch=node.max_batch)
     parts = {
         "relay_s": relay_s(node.cost, tokens=question.remaining(node), ring_size=1),
         "steps_s": question.expected_output * step,

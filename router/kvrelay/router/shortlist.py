@@ -266,7 +266,7 @@ class _Columns:
             ahead, ours: see `_works`.
         """
         ints = self._ints
-        placed = self._sum([one.tokens[at] for one, at in zip(loads, slots, strict=True)])
+        placed = self._of_loads(loads, slots, "tokens")
         queued_s = np.maximum(ints["queued_tokens"], placed) * self._cost["token_s"] / ints["ring_size"]
         wait = ahead + np.maximum(0.0, queued_s - ours)
         eviction = np.where(ints["free_pages"] < pages, EVICTION * alone, 0.0)
@@ -297,17 +297,23 @@ class _Columns:
         cost, active = self._cost, self._active(loads, slots)
         most = self._ints["max_batch"]
         together = np.where(most == 0, active + 1, np.minimum(active + 1, most))
-        step = cost["step_s"] + together * cost["sequence_s"] + question.total_tokens * cost["context_token_s"]
-        steps: Floats = question.expected_output * step * (active + 1) / together
+        placed, context = (self._of_loads(loads, slots, name) for name in ("requests", "context"))
+        context = context + (active + 1 - placed) * question.context_tokens
+        step = (cost["step_s"] + together * cost["sequence_s"]) * (active + 1) / together
+        steps: Floats = question.expected_output * (step + context * cost["context_token_s"])
         relay = cost["relay_start_s"] + question.prompt_tokens * cost["relay_token_s"]
         relay[has_some] -= usable[has_some] * cost["relay_token_s"][has_some]  # the last token is never resident
-        taken = self._sum([one.pages[at] for one, at in zip(loads, slots, strict=True)])
+        taken = self._of_loads(loads, slots, "pages")
         return relay + steps, steps, self._ints["free_pages"] - taken < pages
 
     def _active(self, loads: Sequence[LoadColumns], slots: Sequence[Ints]) -> Ints:
-        placed = self._sum([one.requests[at] for one, at in zip(loads, slots, strict=True)])
+        placed = self._of_loads(loads, slots, "requests")
         active: Ints = np.maximum(self._ints["active_requests"], placed)
         return active
+
+    def _of_loads(self, loads: Sequence[LoadColumns], slots: Sequence[Ints], name: str) -> Ints:
+        found = [getattr(one, name)[at] for one, at in zip(loads, slots, strict=True)]
+        return self._sum(found).astype(np.int64, copy=False)
 
     def _sum(self, columns: Sequence[npt.NDArray[np.number]]) -> npt.NDArray[np.number]:
         if not columns:

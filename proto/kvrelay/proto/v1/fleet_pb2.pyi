@@ -267,12 +267,15 @@ class NodeLoad(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     WORKS_S_FIELD_NUMBER: _builtins.int
     RECENT_S_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     tokens: _builtins.int
     """Prompt tokens to compute."""
     pages: _builtins.int
     recent_s: _builtins.float
     """Work given to the node lately, fading."""
+    context: _builtins.int
+    """Tokens that these requests will have in a decode step."""
     @_builtins.property
     def node(self) -> _common_pb2.Incarnation: ...
     @_builtins.property
@@ -288,10 +291,11 @@ class NodeLoad(_message.Message):
         pages: _builtins.int = ...,
         works_s: _abc.Iterable[_builtins.float] | None = ...,
         recent_s: _builtins.float = ...,
+        context: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "pages", b"pages", "recent_s", b"recent_s", "requests", b"requests", "tokens", b"tokens", "works_s", b"works_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "node", b"node", "pages", b"pages", "recent_s", b"recent_s", "requests", b"requests", "tokens", b"tokens", "works_s", b"works_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
