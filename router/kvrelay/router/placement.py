@@ -60,7 +60,7 @@ class Pair:
     )  # set: it does if it has not yet what is on its way there
 
     def backlog_s(self) -> float:
-        """Return the predicted time of all work ahead."""
+        """Return the predicted time of what goes before it."""
         if self.local is not None:
             return self.local.backlog_s
         return next((one.backlog_s for one in self.scores if one.node is self.prefill), 0.0)

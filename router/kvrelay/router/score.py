@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvrelay.router.fetch import Pull
     from kvrelay.router.fleet import NodeView
 
+OVERTAKING = 4.0  # longer work than so many times a request's own is not ahead of it, see `promised_wait_s`
 CROWDING = 1.0  # seconds that others wait, per second of compute
 EVICTION = 4.0  # seconds, per second of compute on a node that must throw out as many blocks as it computes
 EVENNESS = 0.02  # seconds, per second of recent work more than the node with the least
@@ -101,7 +102,7 @@ class Score:
     parts: Mapping[str, float]
     total_s: float
     must_evict: bool = False
-    backlog_s: float = 0.0  # all work ahead on a prefill node, also that of longer requests
+    backlog_s: float = 0.0  # work that is to be reckoned to go before it, see `promised_wait_s`
     step_s: float = 0.0  # between tokens with the request
     local_tokens: int = 0  # of the prompt, that a decode node computes itself
     pull: Pull | None = None  # what a prefill node had best fetch, whether it pays or not
@@ -139,12 +140,18 @@ def wait_s(node: NodeView, load: Load, compute: float) -> float:
 
 
 def backlog_s(node: NodeView, load: Load) -> float:
-    """Return how long all work ahead on a prefill node takes.
-
-    Admission goes by this and not by `wait_s`: shorter requests will go on to come in and to overtake.
-    """
+    """Return how long all work ahead on a prefill node takes."""
     queued_s = max(node.queued_tokens, load.tokens) * node.cost.token_s / node.ring_size
     return max(sum(load.works_s), queued_s)
+
+
+def promised_wait_s(node: NodeView, load: Load, compute: float) -> float:
+    """Return the wait that admission reckons with for a request that takes `compute` seconds on a prefill node.
+
+    More than `wait_s`, since shorter requests will go on to come in and to overtake; less than all work ahead, since
+    nodes compute what is shorter first: beside a prompt of minutes one of milliseconds hardly waits.
+    """
+    return wait_s(node, load, OVERTAKING * compute)
 
 
 def prefill_score(
@@ -166,7 +173,7 @@ def prefill_score(
         "eviction_s": EVICTION * alone if node.free_pages < question.pages(node) else 0.0,
         "evenness_s": EVENNESS * (load.recent_s - least_recent_s),
     }
-    return Score(node, parts, sum(parts.values()), backlog_s=backlog_s(node, load), pull=pull)
+    return Score(node, parts, sum(parts.values()), backlog_s=promised_wait_s(node, load, compute), pull=pull)
 
 
 def decode_score(node: NodeView, question: Question) -> Score:
