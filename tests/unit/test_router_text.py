@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from kvrelay.core.errors import InvalidRequestError, ModelLoadError
+from kvrelay.model.embedded_path import embedded_checkpoint
 from kvrelay.router.chat import ChatTemplate
 from kvrelay.router.model_files import read_model_files
-from kvrelay.router.tokenizer import PromptTokenizer
+from kvrelay.router.tokenizer import PromptTokenizer, longest_token
 
 CONFIG = {"vocab_size": 10, "max_position_embeddings": 128, "eos_token_id": 1}
 WORDS = {"<s>": 0, "</s>": 1, "hello": 2, "world": 3, "user": 4, "assistant": 5, "?": 6}
@@ -89,6 +92,57 @@ def test_a_chat_without_a_template_and_a_text_without_a_tokenizer_are_refused(tm
     bare.mkdir()
     with pytest.raises(InvalidRequestError, match="tokenizer"):
         a_tokenizer(bare, tokenizer=False).text("hello")
+
+
+def test_a_text_that_cannot_fit_is_refused_unread(tmp_path: Path) -> None:
+    tokenizer = PromptTokenizer(read_model_files(embedded_checkpoint()))
+    longest = longest_token(Tokenizer.from_file(str(embedded_checkpoint() / "tokenizer.json")))
+    fits = "x" * (64 * longest)
+
+    assert longest == 40  # a line's end and 19 spaces, which are two bytes each in the vocabulary
+    assert len(tokenizer.text(fits, max_tokens=64)) > 64, "by its size it might have fitted: the caller counts"
+    with pytest.raises(InvalidRequestError, match="2561 bytes of text, more than 64 tokens of at most 40 bytes"):
+        tokenizer.text(fits + "x", max_tokens=64)
+    with pytest.raises(InvalidRequestError, match="more than 64 tokens"):
+        tokenizer.chat([("user", fits)], max_tokens=64)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"normalizer": normalizers.Strip()},
+        {"pre_tokenizer": pre_tokenizers.Whitespace()},
+        {
+            "pre_tokenizer": pre_tokenizers.Sequence(
+                [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
+        },
+        {"model": models.WordLevel(WORDS, unk_token="?")},
+        {"model": models.BPE({"a": 0}, [])},
+    ],
+)
+def test_no_size_is_refused_where_a_token_may_stand_for_any_text(part: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_file(str(embedded_checkpoint() / "tokenizer.json"))
+    assert longest_token(tokenizer)
+    for name, value in part.items():
+        setattr(tokenizer, name, value)
+
+    assert longest_token(tokenizer) == 0
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
+    tokenizer = PromptTokenizer(read_model_files(embedded_checkpoint()))
+    text = "the with statement " * 50_000
+    with ThreadPoolExecutor(1) as pool:
+        began_s = time.perf_counter()
+        work = pool.submit(tokenizer.text, text)
+        longest_s, last_s = 0.0, began_s
+        while not work.done():
+            time.sleep(0.001)
+            now_s = time.perf_counter()
+            longest_s, last_s = max(longest_s, now_s - last_s), now_s
+
+    assert longest_s < (last_s - began_s) / 2, "else all of a router's requests stop with it"
 
 
 def test_templates_find_what_publishers_use() -> None:

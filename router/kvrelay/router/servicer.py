@@ -164,7 +164,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         limits = self._limits()
         check_model(request.model, limits)
         began_s = timer.clock()
-        ids_T = await self._ids(request)
+        ids_T = await self._ids(request, limits.max_model_len)
         valid = validate(ids_T, request.sampling, limits)
         timer.tokenize_ms = (timer.clock() - began_s) * 1000
         if missing := missing_for_service(self._fleet.nodes()):
@@ -250,14 +250,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             has_tokenizer=self._files.tokenizer is not None,
         )
 
-    async def _ids(self, request: pb.GenerateRequest) -> Ids:
+    async def _ids(self, request: pb.GenerateRequest, max_tokens: int) -> Ids:
         """Return the prompt's ids. Text is tokenized in a thread: a long one would stop everybody else."""
         kind = request.WhichOneof("prompt")
         if kind == "tokens":
             return read_packed_ids(request.tokens.packed_ids)
         if kind == "text":
-            return await asyncio.to_thread(self._tokenizer.text, request.text)
+            return await asyncio.to_thread(self._tokenizer.text, request.text, max_tokens=max_tokens)
         if kind == "chat":
             messages = [(message.role, message.content) for message in request.chat.messages]
-            return await asyncio.to_thread(self._tokenizer.chat, messages)
+            return await asyncio.to_thread(self._tokenizer.chat, messages, max_tokens=max_tokens)
         raise InvalidRequestError("the prompt is empty: set one of text, chat and tokens")
