@@ -45,11 +45,12 @@ compose-smoke: install
 	$(PYTEST) -vv -m compose tests/compose -k "answered"
 
 # Random traffic under random faults, every answer compared: MINUTES=5 by default; SEED=N plays a schedule again,
-# PULLS=1 lets prefill nodes fetch cached blocks; OUT=FILE keeps the result with machine, versions and date.
+# NO_PULLS=1 lets no prefill node fetch cached blocks; HOST_TIER=1 gives them small pools with host memory behind them;
+# OUT=FILE keeps the result with machine, versions and date.
 MINUTES ?= 5
 soak: install
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults.lab.soak --minutes $(MINUTES) \
-		$(if $(SEED),--seed $(SEED)) $(if $(PULLS),--pulls) $(if $(OUT),--out $(OUT))
+		$(if $(SEED),--seed $(SEED)) $(if $(NO_PULLS),--no-pulls) $(if $(HOST_TIER),--host-tier) $(if $(OUT),--out $(OUT))
 
 check: format-check lint types test
 

@@ -21,7 +21,7 @@ from oracle_data import FOLDER
 
 TOKENS = 700
 WHOLE = TOKENS // 64 * 64
-OPTIONS = ("--chunk-tokens", str(CHUNK), "--pull-timeout-s", "10")
+OPTIONS = ("--chunk-tokens", str(CHUNK))
 
 
 @pytest.fixture(scope="module")

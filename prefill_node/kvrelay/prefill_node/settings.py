@@ -32,9 +32,8 @@ class PrefillSettings(NodeSettings):
         ge=0,
         description="most rows per rank of one rotating block of earlier tokens; 0 = 4096 on CPUs, 32768 on GPUs",
     )
-    # Off until soaks with it have run for long.
     pull_timeout_s: float = Field(
-        0.0, ge=0, description="longest time to fetch cached tokens from another node before computing them; 0 = never"
+        10.0, ge=0, description="longest time to fetch cached tokens from another node before computing them; 0 = never"
     )
     host_cache_gib: float = Field(
         0.0,

@@ -253,14 +253,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000)
     parser.add_argument("--out", type=Path, help="file for the result, as JSON")
-    parser.add_argument(
-        "--pulls", action="store_true", help="let prefill nodes fetch cached blocks from other nodes too"
-    )
+    parser.add_argument("--no-pulls", action="store_true", help="let no prefill node fetch cached blocks from another")
     parser.add_argument(
         "--host-tier", action="store_true", help="give prefill nodes small pools, and host memory for what these let go"
     )
     options = parser.parse_args()
-    environ = {"KVRELAY_PREFILL_PULL_TIMEOUT_S": "10" if options.pulls else "0"}
+    environ = {"KVRELAY_PREFILL_PULL_TIMEOUT_S": "0" if options.no_pulls else "10"}
     if options.host_tier:
         environ |= {"KVRELAY_PREFILL_HOST_CACHE_GIB": "0.02", "KVRELAY_PREFILL_POOL_PAGES": "60"}
     spec = replace(SPEC, environ=environ)
