@@ -23,7 +23,6 @@ TASKS_OTHERS_LOOK_AFTER = {
     "app.py",  # waits for events
     "drain.py",  # waits for events
     "servicer.py",  # a pull: its request waits for it and raises what it raised
-    "puller.py",  # a push: the pull that began it waits for it
 }
 
 
