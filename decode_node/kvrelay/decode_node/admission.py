@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvrelay.core.errors import CapacityError, InvalidRequestError, StaleMessageError
+from kvrelay.core.errors import CapacityError, InvalidRequestError
 from kvrelay.kvcache.allocator import PageAccount, PageAllocator, pages_of
 from kvrelay.kvcache.prefix_cache import PrefixCache
 
@@ -68,10 +68,7 @@ class PageBook:
         Raises:
             StaleMessageError: some block is not here any more.
         """
-        found = self._cache.match(hashes)
-        if len(found) < len(hashes):
-            raise StaleMessageError(f"{len(found)} of {len(hashes)} blocks are here")
-        pages = tuple(page for block in found for page in block)
+        pages = self._cache.match_whole(hashes)
         self._allocator.retain(pages)
         return pages
 

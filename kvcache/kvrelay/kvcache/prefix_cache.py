@@ -13,6 +13,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from kvrelay.core.errors import StaleMessageError
+
 
 def _any_page(_: object) -> bool:
     return True
@@ -87,6 +89,17 @@ class PrefixCache(Generic[PageKey]):
             found.append(name)
         self._touch(found)
         return [self._blocks[name].pages for name in found]
+
+    def match_whole(self, hashes: Sequence[bytes]) -> tuple[PageKey, ...]:
+        """Return the pages of all these blocks in token order; what `match` says holds here too.
+
+        Raises:
+            StaleMessageError: some block is not here any more.
+        """
+        found = self.match(hashes)
+        if len(found) < len(hashes):
+            raise StaleMessageError(f"{len(found)} of {len(hashes)} blocks are here")
+        return tuple(page for block in found for page in block)
 
     def insert(self, name: bytes, pages: Sequence[PageKey], *, parent: bytes | None) -> bool:
         """Cache a block whose rows are all written; the cache becomes one more owner of `pages`.

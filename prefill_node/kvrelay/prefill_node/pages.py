@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-from kvrelay.core.errors import InvalidRequestError, StaleMessageError
+from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.shard import Span
 from kvrelay.kvcache.allocator import PageAccount, PageAllocator, pages_of
 from kvrelay.kvcache.prefix_cache import PrefixCache
@@ -118,10 +118,7 @@ class RingPages:
         Raises:
             StaleMessageError: some block is not here any more.
         """
-        found = self._cache.match(hashes)
-        if len(found) < len(hashes):
-            raise StaleMessageError(f"{len(found)} of {len(hashes)} blocks are here")
-        pages = tuple(page for block in found for page in block)
+        pages = self._cache.match_whole(hashes)
         self.retain(pages)
         return pages
 
