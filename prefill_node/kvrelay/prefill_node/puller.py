@@ -13,6 +13,7 @@ from kvrelay.core.types import Counters
 from kvrelay.prefill_node.fills import FillOrder, PullFrom
 from kvrelay.prefill_node.jobs import FillEnded, Job
 from kvrelay.prefill_node.leader import Leader
+from kvrelay.prefill_node.step_answer import Reply
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +44,10 @@ class Puller:
         timeout_s = min(self._timeout_s, deadline.remaining_s())
         if not hashes or timeout_s <= 0.0:
             return 0
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[FillEnded] = loop.create_future()
-        self._leader.fill(
-            FillOrder(key, job.request, source, hashes, timeout_s),
-            lambda ended: loop.call_soon_threadsafe(_set_once, result, ended),
-        )
+        reply = Reply[FillEnded]()
+        self._leader.fill(FillOrder(key, job.request, source, hashes, timeout_s), reply.give)
         try:
-            ended = await result
+            ended = await reply.future
         except asyncio.CancelledError:
             self._leader.give_up_fill(key, "the request is given up")
             raise
@@ -64,8 +61,3 @@ class Puller:
         self.counters.add("pulled_tokens_total", ended.num_tokens)
         self.counters.add("pulled_bytes_total", ended.num_tokens * self._row_bytes)
         return ended.num_tokens
-
-
-def _set_once(result: asyncio.Future[FillEnded], ended: FillEnded) -> None:
-    if not result.done():  # the asker may have been cancelled
-        result.set_result(ended)

@@ -11,6 +11,7 @@ from kvrelay.kv_transfer.wire import request_from_pb
 from kvrelay.prefill_node.job_events import Failed, JobEvent
 from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.pushes import Push
+from kvrelay.prefill_node.step_answer import Reply
 from kvrelay.proto.convert import epoch_from_pb
 from kvrelay.proto.v1 import blocks_pb2
 
@@ -32,17 +33,14 @@ class RingPusher:
             StaleMessageError: some block is not here any more.
             TransferError: it failed; the asker has been told by the session.
         """
-        ticket, loop = request.ticket, asyncio.get_running_loop()
+        ticket = request.ticket
         # Requests have names of their own inside the ring, and a ticket may come twice.
         key = f"push {request_from_pb(ticket.request)} {epoch_from_pb(ticket.epoch)} {secrets.token_hex(4)}"
-        ended: asyncio.Future[JobEvent] = loop.create_future()
         self.counters.add("pushes_total")
-        self._leader.push(
-            Push(key, ticket, tuple(request.block_hashes), picked_pages(request)),
-            lambda event: loop.call_soon_threadsafe(_set_once, ended, event),
-        )
+        reply = Reply[JobEvent]()
+        self._leader.push(Push(key, ticket, tuple(request.block_hashes), picked_pages(request)), reply.give)
         try:
-            event = await ended
+            event = await reply.future
         except asyncio.CancelledError:
             self._leader.cancel(key, "the node that asked for it went away")
             raise
@@ -52,8 +50,3 @@ class RingPusher:
         num_tokens = ticket.prompt_tokens - ticket.resident_tokens
         self.counters.add("pushed_tokens_total", num_tokens)
         return num_tokens
-
-
-def _set_once(ended: asyncio.Future[JobEvent], event: JobEvent) -> None:
-    if not ended.done():  # the asker may have gone
-        ended.set_result(event)
