@@ -47,6 +47,7 @@ PURE = {
     "kvrelay.prefill_node.host_copies",
     "kvrelay.prefill_node.host_price",
     "kvrelay.prefill_node.host_tier",
+    "kvrelay.prefill_node.rank_pages",
     "kvrelay.prefill_node.scheduler",
     "kvrelay.index.mirror_state",
     "kvrelay.router.admission",

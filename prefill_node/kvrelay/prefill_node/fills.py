@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Incarnation
-from kvrelay.prefill_node.host_tier import RankPage
 from kvrelay.prefill_node.jobs import CacheChanged, Event, FillEnded
 from kvrelay.prefill_node.owned_runs import owned_runs
 from kvrelay.prefill_node.pages import RequestPages, RingPages
+from kvrelay.prefill_node.rank_pages import RankPage
 from kvrelay.proto.convert import incarnation_to_pb, ms_to_pb
 from kvrelay.proto.v1 import common_pb2, ring_pb2
 

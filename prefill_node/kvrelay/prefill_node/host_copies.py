@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrelay.core.types import Counters
-from kvrelay.prefill_node.host_tier import HostTier, RankPage
+from kvrelay.prefill_node.host_tier import HostTier
+from kvrelay.prefill_node.rank_pages import RankPage
 from kvrelay.proto.v1 import ring_pb2
 
 _MAX_PAGES = 64  # of one copy, so that what is at its front need not wait for all

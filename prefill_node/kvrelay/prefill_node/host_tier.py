@@ -11,9 +11,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvrelay.kvcache.allocator import PageAllocator, pages_of
-
-RankPage = tuple[int, int]  # (rank, page of that rank's pool or host memory)
+from kvrelay.kvcache.allocator import PageAllocator
+from kvrelay.prefill_node.rank_pages import RankPage, allocate, by_rank
 
 
 @dataclass(slots=True)
@@ -52,14 +51,12 @@ class HostTier:
             that is not being copied to or from.
         """
         assert name not in self._blocks, "a block is put once"
-        wanted = Counter(ranks)
-        going = self._to_go(wanted)
+        going = self._to_go(Counter(ranks))
         if going is None:
             return None, []
         for one in going:
             self._release(self._blocks.pop(one).pages)
-        fresh = {rank: iter(pages_of(self._allocators[rank].allocate(number))) for rank, number in wanted.items()}
-        pages = tuple((rank, next(fresh[rank])) for rank in ranks)
+        pages = allocate(self._allocators, ranks)
         self._blocks[name] = _Block(pages)
         return pages, going
 
@@ -119,5 +116,5 @@ class HostTier:
         return going if all(number <= 0 for number in missing.values()) else None
 
     def _release(self, pages: Iterable[RankPage]) -> None:
-        for rank, page in pages:
-            self._allocators[rank].release([page])
+        for rank, numbers in by_rank(pages).items():
+            self._allocators[rank].release(numbers)

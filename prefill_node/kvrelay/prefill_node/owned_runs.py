@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrelay.core.shard import Span
-from kvrelay.prefill_node.host_tier import RankPage
+from kvrelay.prefill_node.rank_pages import RankPage
 from kvrelay.proto.v1 import ring_pb2
 
 

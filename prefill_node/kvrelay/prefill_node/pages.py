@@ -10,14 +10,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import islice
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.shard import Span
-from kvrelay.kvcache.allocator import PageAccount, PageAllocator, pages_of
+from kvrelay.kvcache.allocator import PageAccount, PageAllocator
 from kvrelay.kvcache.prefix_cache import PrefixCache
 from kvrelay.prefill_node import ring_plan
 from kvrelay.prefill_node.host_copies import HostChange, HostCopies, Loaded
-from kvrelay.prefill_node.host_tier import HostTier, RankPage
+from kvrelay.prefill_node.host_tier import HostTier
+from kvrelay.prefill_node.rank_pages import RankPage, allocate, by_rank
 from kvrelay.prefill_node.scheduler import chunks_of
 from kvrelay.proto.v1 import ring_pb2
 
@@ -76,12 +78,12 @@ class RingPages:
         return sum(allocator.free_pages for allocator in self._allocators)
 
     def retain(self, pages: Iterable[RankPage]) -> None:
-        for rank, numbers in _by_rank(pages).items():
+        for rank, numbers in by_rank(pages).items():
             self._allocators[rank].retain(numbers)
 
     def release(self, pages: Iterable[RankPage]) -> None:
         """Drop one reference of each page."""
-        for rank, numbers in _by_rank(pages).items():
+        for rank, numbers in by_rank(pages).items():
             self._allocators[rank].release(numbers)
 
     # What the prefix cache needs of the allocators.
@@ -90,22 +92,22 @@ class RingPages:
         return sum(allocator.cached_alone for allocator in self._allocators)
 
     def cache(self, pages: Sequence[RankPage], /) -> None:
-        for rank, numbers in _by_rank(pages).items():
+        for rank, numbers in by_rank(pages).items():
             self._allocators[rank].cache(numbers)
 
     def uncache(self, pages: Sequence[RankPage], /) -> None:
-        for rank, numbers in _by_rank(pages).items():
+        for rank, numbers in by_rank(pages).items():
             self._allocators[rank].uncache(numbers)
 
     def refcount(self, page: RankPage, /) -> int:
         return self._allocators[page[0]].refcount(page[1])
 
     def quarantine(self, pages: Iterable[RankPage]) -> None:
-        for rank, numbers in _by_rank(pages).items():
+        for rank, numbers in by_rank(pages).items():
             self._allocators[rank].quarantine(numbers)
 
     def unquarantine(self, pages: Iterable[RankPage]) -> None:
-        for rank, numbers in _by_rank(pages).items():
+        for rank, numbers in by_rank(pages).items():
             self._allocators[rank].unquarantine(numbers)
 
     def cached_blocks(self, hashes: Sequence[bytes]) -> int:
@@ -160,9 +162,7 @@ class RingPages:
         if self._is_short(wanted):  # until what leaves for host memory is copied
             self.release(cached)
             return None, evicted
-        fresh = {rank: iter(pages_of(self._allocators[rank].allocate(number))) for rank, number in wanted.items()}
-        pages = (*cached, *((rank, next(fresh[rank])) for rank in owners))
-        return RequestPages(pages, cached_tokens), evicted
+        return RequestPages((*cached, *allocate(self._allocators, owners)), cached_tokens), evicted
 
     def commit(self, hashes: Sequence[bytes], pages: RequestPages, blocks: Span) -> list[bytes]:
         """Cache blocks [start, end) of a request, whose rows are all written; return the hashes that are new."""
@@ -228,8 +228,9 @@ class RingPages:
         assert self._host is not None, "blocks were found in host memory"
         names = hashes[blocks.start : blocks.end]
         before = [page for block in self._cache.match(hashes[: blocks.start]) for page in block]
-        ranks = [[rank for rank, _ in block] for block in self._host.found(names)]
-        wanted = Counter(rank for block in ranks for rank in block)
+        in_host = self._host.found(names)
+        ranks = [rank for block in in_host for rank, _ in block]
+        wanted = Counter(ranks)
         self.retain(before)
         self._host.pin(names)  # what is evicted below must not take their place
         start, evicted = LoadStart.NO_ROOM, []
@@ -240,11 +241,11 @@ class RingPages:
             self._host.unpin(names)
             self.release(before)
             return start, evicted
-        fresh = {rank: iter(pages_of(self._allocators[rank].allocate(number))) for rank, number in wanted.items()}
-        pages = [tuple((rank, next(fresh[rank])) for rank in block) for block in ranks]
-        held = (*before, *(page for block in pages for page in block))
+        pages = allocate(self._allocators, ranks)
+        fresh = iter(pages)
+        placed = [tuple(islice(fresh, len(block))) for block in in_host]
         parent = hashes[blocks.start - 1] if blocks.start else None
-        self._host.load(Loaded(parent, tuple(zip(names, pages, strict=True)), held))
+        self._host.load(Loaded(parent, tuple(zip(names, placed, strict=True)), held=(*before, *pages)))
         return start, evicted
 
     def count_host_hit(self) -> None:
@@ -330,10 +331,3 @@ class RingPages:
 
 def _is_of(rank: int, page: RankPage) -> bool:
     return page[0] == rank
-
-
-def _by_rank(pages: Iterable[RankPage]) -> dict[int, list[int]]:
-    by_rank: dict[int, list[int]] = {}
-    for rank, page in pages:
-        by_rank.setdefault(rank, []).append(page)
-    return by_rank

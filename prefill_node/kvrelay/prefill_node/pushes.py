@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from kvrelay.core.errors import CapacityError
 from kvrelay.core.shard import Span
-from kvrelay.prefill_node.host_tier import RankPage
 from kvrelay.prefill_node.jobs import Phase
 from kvrelay.prefill_node.owned_runs import owned_runs
 from kvrelay.prefill_node.pages import RingPages
+from kvrelay.prefill_node.rank_pages import RankPage
 from kvrelay.proto.v1 import handoff_pb2, ring_pb2
 
 
