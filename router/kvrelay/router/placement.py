@@ -126,7 +126,7 @@ def place(nodes: Sequence[NodeView], question: Question, *, holders: Sequence[No
     node = prefill.node
     if decode is None:
         pair = Pair(node, None, question.remaining(node), refused, work_s(node, question), tuple(scores))
-        return _fetched(pair, prefill.pull, late_pull(node, question, sources.get(node.layout_fingerprint, ())))
+        return _fetched(pair, prefill.pull, question, sources)
     handed_s = prefill.total_s + decode.total_s + _link_s(node, decode.node, question)
     local, why = _best_local(groups, question, choices, decode, handed_s)
     if local is not None:
@@ -134,17 +134,14 @@ def place(nodes: Sequence[NodeView], question: Question, *, holders: Sequence[No
         return Pair(backup, local.node, tokens, refused, compute, tuple(scores), local, why)
     remaining, work = question.remaining(node), work_s(node, question)
     pair = Pair(node, decode.node, remaining, refused, work, tuple(scores), way=why)
-    return _fetched(pair, prefill.pull, late_pull(node, question, sources.get(node.layout_fingerprint, ())))
+    return _fetched(pair, prefill.pull, question, sources)
 
 
-def _fetched(pair: Pair, pull: Pull | None, late: Pull | None) -> Pair:
-    """Return a pair whose prefill node fetches something, if that pays; either way it says why.
-
-    Args:
-        late: see `fetch.late_pull`.
-    """
+def _fetched(pair: Pair, pull: Pull | None, question: Question, sources: Mapping[bytes, Sequence[NodeView]]) -> Pair:
+    """Return a pair whose prefill node fetches something, if that pays; either way it says why."""
     if pull is None:
-        return replace(pair, late_pull=late)
+        of_layout = sources.get(pair.prefill.layout_fingerprint, ())
+        return replace(pair, late_pull=late_pull(pair.prefill, question, of_layout))
     in_host = pull.source is pair.prefill
     name, saved = pull.source.incarnation.name, f"{pull.saved_s:.3g} s"
     where = "host memory" if in_host else name
