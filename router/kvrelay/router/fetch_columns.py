@@ -22,34 +22,30 @@ Floats = npt.NDArray[np.float64]
 class FetchColumns:
     """Of the nodes of one roster, in its order."""
 
-    def __init__(self, nodes: Sequence[NodeView]) -> None:
+    def __init__(self, nodes: Sequence[NodeView], ints: Mapping[str, Ints], name_rank: Ints) -> None:
+        """`ints`, `name_rank`: columns of the roster, which keeps them up to date."""
         self._names = [node.incarnation.name for node in nodes]
         self._row = {node.incarnation: row for row, node in enumerate(nodes)}
         self._pulls = np.array([node.pulls and node.role is Role.PREFILL for node in nodes])
         self._is_prefill = np.array([node.role is Role.PREFILL for node in nodes])
         self._host_token_s = np.array([node.host_token_s for node in nodes], float)
-        self._block_tokens = np.array([node.block_tokens for node in nodes], np.int64)
-        layouts = {node.layout_fingerprint: number for number, node in enumerate(nodes)}
-        self._layouts = layouts
-        self._queued_tokens = np.array([node.queued_tokens for node in nodes], np.int64)
-        by_name = sorted(range(len(nodes)), key=lambda row: self._names[row])
-        self._name_rank = np.empty(len(nodes), np.int64)
-        self._name_rank[by_name] = np.arange(len(nodes))
-        self._layout = np.array([layouts[node.layout_fingerprint] for node in nodes])
+        self._ints, self._name_rank = ints, name_rank
+        self._layouts = {node.layout_fingerprint: number for number, node in enumerate(nodes)}
+        self._layout = np.array([self._layouts[node.layout_fingerprint] for node in nodes])
         self._links: dict[Incarnation, tuple[Mapping[str, float], Floats]] = {}
 
-    def sources(self, question: Question, held: Ints) -> list[int]:
-        """Return the rows that `fetch.sources_of` finds, of all layouts, given what each node has of the prompt."""
+    def sources(self, question: Question, held: Ints) -> dict[bytes, list[int]]:
+        """Return the rows of what `fetch.sources_of` finds, given what each node has of the prompt."""
         if not self._pulls.any():
-            return []
+            return {}
         rows = np.flatnonzero(held)
         if not_asked := [self._row[node] for node in question.avoid | question.no_pull if node in self._row]:
             rows = rows[~np.isin(rows, not_asked)]
-        order = rows[np.lexsort((self._name_rank[rows], self._queued_tokens[rows], -held[rows]))]
-        few: list[int] = []
-        for layout in self._layouts.values():
-            few += order[self._layout[order] == layout][:MOST_SOURCES].tolist()
-        return few
+        order = rows[np.lexsort((self._name_rank[rows], self._ints["queued_tokens"][rows], -held[rows]))]
+        return {
+            layout: order[self._layout[order] == number][:MOST_SOURCES].tolist()
+            for layout, number in self._layouts.items()
+        }
 
     def best(
         self,
@@ -66,7 +62,7 @@ class FetchColumns:
             sources: see `fetch.sources_of`.
             compute_behind: returns the time in which each node computes what is behind so many tokens.
         """
-        last_block = (question.prompt_tokens - 1) // self._block_tokens * self._block_tokens
+        last_block = (question.prompt_tokens - 1) // self._ints["block_tokens"] * self._ints["block_tokens"]
         transfer_s, saved_s = self._from_host(question, usable, compute_s, last_block, compute_behind)
         behind: dict[int, Floats] = {}  # by what a source has: of many, most have the same
         for layout, of_layout in sources.items():

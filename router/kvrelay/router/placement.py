@@ -95,11 +95,13 @@ def longest_served(nodes: Iterable[NodeView]) -> int:
     return max(per_group, default=0)
 
 
-def place(nodes: Sequence[NodeView], question: Question, *, holders: Sequence[NodeView] | None = None) -> Pair:
+def place(
+    nodes: Sequence[NodeView], question: Question, *, sources: Mapping[bytes, Sequence[NodeView]] | None = None
+) -> Pair:
     """Choose the prefill and the decode node of a request together: both of one layout.
 
     Args:
-        holders: nodes that prefill may fetch cached tokens from; None = `nodes`.
+        sources: nodes that prefill may fetch cached tokens from, see `fetch.sources_of`; None = those among `nodes`.
 
     Raises:
         InvalidRequestError: no node could ever hold the request; names the pages.
@@ -111,7 +113,7 @@ def place(nodes: Sequence[NodeView], question: Question, *, holders: Sequence[No
         if node.incarnation.name not in refused:
             both = groups.setdefault(node.layout_fingerprint, ([], []))
             both[node.role is Role.DECODE].append(node)
-    sources = sources_of(nodes if holders is None else holders, question)
+    sources = sources_of(nodes, question) if sources is None else sources
     scores: list[Score] = []
     choices: list[tuple[Score, Score | None]] = []
     for layout, (prefills, decodes) in groups.items():

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.core.types import Incarnation, Role
-from kvrelay.router.fetch import sources_of
 from kvrelay.router.fetch_columns import FetchColumns
 from kvrelay.router.load_columns import LoadColumns
 from kvrelay.router.placement import Pair, place, refusal
@@ -82,11 +81,12 @@ class Roster:
             self._columns = _Columns(self.nodes)
         cached = self._by_row(question.cached_tokens)
         held = cached if question.held_tokens is None else self._by_row(question.held_tokens)
-        holders = [self.nodes[row] for row in self._columns.fetches.sources(question, held)]
-        few, refused = self._columns.shortlist(question, cached, loads, sources_of(holders, question))
+        rows = self._columns.fetches.sources(question, held)
+        sources = {layout: [self.nodes[row] for row in of_layout] for layout, of_layout in rows.items()}
+        few, refused = self._columns.shortlist(question, cached, loads, sources)
         if not few:
             return place(self.nodes, question)  # it says why nothing is left
-        pair = place([self.nodes[row] for row in few], question, holders=holders)
+        pair = place([self.nodes[row] for row in few], question, sources=sources)
         return replace(pair, refused={**self._reasons(refused, question), **pair.refused})
 
     def _by_row(self, tokens: Mapping[Incarnation, int]) -> Ints:
@@ -106,7 +106,6 @@ class _Columns:
         self._nodes = [node.incarnation for node in nodes]
         self._ints = {name: np.array([getattr(node, name) for node in nodes], np.int64) for name in _INTS}
         self._cost = {name: np.array([getattr(node.cost, name) for node in nodes], float) for name in _COSTS}
-        self.fetches = FetchColumns(nodes)
         self._draining = np.array([node.draining for node in nodes])
         self._is_measured_local = np.array([node.cost.is_measured_local for node in nodes])
         self._is_prefill = np.array([node.role is Role.PREFILL for node in nodes])
@@ -119,6 +118,7 @@ class _Columns:
         by_name = sorted(range(len(nodes)), key=lambda row: nodes[row].incarnation.name)
         self._name_rank = np.empty(len(nodes), np.int64)
         self._name_rank[by_name] = np.arange(len(nodes))
+        self.fetches = FetchColumns(nodes, self._ints, self._name_rank)
         sizes, of_row = np.unique(self._ints["page_tokens"], return_inverse=True)
         self._page_sizes = sizes, of_row + self._is_prefill * len(sizes)  # see `_pages`
         self._rings: dict[int, tuple[Floats, Floats, Floats]] = {}  # see `_of_ring`
