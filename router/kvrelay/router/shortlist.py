@@ -38,6 +38,8 @@ _COSTS = (
     "context_token_s",
 )  # fmt: skip
 
+_LOADS = ("requests", "tokens", "pages", "context")
+
 
 @dataclass(frozen=True, slots=True)
 class _Group:
@@ -153,14 +155,15 @@ class _Columns:
             takes[row] &= node not in question.avoid
         slots = [self._slots_of(one) for one in loads]
         recent_s = self._sum([one.recent_s()[at] for one, at in zip(loads, slots, strict=True)])
+        placed = {name: self._of_loads(loads, slots, name) for name in _LOADS}
         alone_s = self._compute_s(question, usable, has_some)
         fetch_s, saved_s = self.fetches.best(
             question, usable, alone_s, sources, lambda behind: self._compute_s(question, behind, np.flatnonzero(behind))
         )
         compute_s = alone_s - saved_s
         ahead_s, works_s = self._works(compute_s, loads, slots)
-        prefill_s = fetch_s + self._prefill_s(compute_s, alone_s, ahead_s, works_s, pages, loads, slots)
-        decode_s, steps_s, must_evict = self._decode_s(question, usable, has_some, pages, loads, slots)
+        prefill_s = fetch_s + self._prefill_s(compute_s, alone_s, ahead_s, works_s, pages, placed["tokens"])
+        decode_s, steps_s, must_evict = self._decode_s(question, usable, has_some, pages, placed)
         few: set[int] = set()
         for group in self._groups:
             prefill, decode = group.prefill[takes[group.prefill]], group.decode[takes[group.decode]]
@@ -174,7 +177,7 @@ class _Columns:
             if question.needs_decode:
                 few.update(self._best(decode, decode_s[decode], must_evict[decode]))
                 near, tokens = self._near(decode, question, cached)
-                local_s = self._local_s(near, tokens, question, best[0], loads, slots)
+                local_s = self._local_s(near, tokens, question, best[0], placed)
                 few.update(self._best(near, works_s[near] + local_s + steps_s[near], must_evict[near]))
         return sorted(few), np.flatnonzero(~takes).tolist()
 
@@ -195,13 +198,7 @@ class _Columns:
         return decode[is_near], lacks[is_near]
 
     def _local_s(
-        self,
-        near: Ints,
-        tokens: Ints,
-        question: Question,
-        prefill: int,
-        loads: Sequence[LoadColumns],
-        slots: Sequence[Ints],
+        self, near: Ints, tokens: Ints, question: Question, prefill: int, placed: Mapping[str, Ints]
     ) -> Floats:
         """Return what computing tokens takes on decode nodes, and what it takes from the requests that they have.
 
@@ -212,7 +209,7 @@ class _Columns:
         start_s, token_s, pair_s = (self._cost[name][cost_row] for name in ("start_s", "token_s", "pair_s"))
         held = question.prompt_tokens - tokens
         compute = start_s + tokens * token_s + (tokens * held + tokens * tokens / 2) * pair_s
-        local_s: Floats = compute + CROWDING * compute * self._active(loads, slots)[near]
+        local_s: Floats = compute + CROWDING * compute * self._active(placed)[near]
         return local_s
 
     def _best(self, rows: Ints, total_s: Floats, must_evict: Mask) -> list[int]:
@@ -250,14 +247,7 @@ class _Columns:
         return known
 
     def _prefill_s(
-        self,
-        compute: Floats,
-        alone: Floats,
-        ahead: Floats,
-        ours: Floats,
-        pages: Ints,
-        loads: Sequence[LoadColumns],
-        slots: Sequence[Ints],
+        self, compute: Floats, alone: Floats, ahead: Floats, ours: Floats, pages: Ints, placed_tokens: Ints
     ) -> Floats:
         """Return the sum of a prefill score's parts without fetch and evenness, for all rows.
 
@@ -266,8 +256,7 @@ class _Columns:
             ahead, ours: see `_works`.
         """
         ints = self._ints
-        placed = self._of_loads(loads, slots, "tokens")
-        queued_s = np.maximum(ints["queued_tokens"], placed) * self._cost["token_s"] / ints["ring_size"]
+        queued_s = np.maximum(ints["queued_tokens"], placed_tokens) * self._cost["token_s"] / ints["ring_size"]
         wait = ahead + np.maximum(0.0, queued_s - ours)
         eviction = np.where(ints["free_pages"] < pages, EVICTION * alone, 0.0)
         total_s: Floats = wait + compute + CROWDING * compute + eviction
@@ -290,25 +279,21 @@ class _Columns:
         usable: Ints,
         has_some: Ints,
         pages: Ints,
-        loads: Sequence[LoadColumns],
-        slots: Sequence[Ints],
+        placed: Mapping[str, Ints],
     ) -> tuple[Floats, Floats, Mask]:
         """Return (decode scores, their part for the answer's steps, who must evict), for all rows."""
-        cost, active = self._cost, self._active(loads, slots)
+        cost, active = self._cost, self._active(placed)
         most = self._ints["max_batch"]
         together = np.where(most == 0, active + 1, np.minimum(active + 1, most))
-        placed, context = (self._of_loads(loads, slots, name) for name in ("requests", "context"))
-        context = context + (active + 1 - placed) * question.context_tokens
+        context = placed["context"] + (active + 1 - placed["requests"]) * question.context_tokens
         step = (cost["step_s"] + together * cost["sequence_s"]) * (active + 1) / together
         steps: Floats = question.expected_output * (step + context * cost["context_token_s"])
         relay = cost["relay_start_s"] + question.prompt_tokens * cost["relay_token_s"]
         relay[has_some] -= usable[has_some] * cost["relay_token_s"][has_some]  # the last token is never resident
-        taken = self._of_loads(loads, slots, "pages")
-        return relay + steps, steps, self._ints["free_pages"] - taken < pages
+        return relay + steps, steps, self._ints["free_pages"] - placed["pages"] < pages
 
-    def _active(self, loads: Sequence[LoadColumns], slots: Sequence[Ints]) -> Ints:
-        placed = self._of_loads(loads, slots, "requests")
-        active: Ints = np.maximum(self._ints["active_requests"], placed)
+    def _active(self, placed: Mapping[str, Ints]) -> Ints:
+        active: Ints = np.maximum(self._ints["active_requests"], placed["requests"])
         return active
 
     def _of_loads(self, loads: Sequence[LoadColumns], slots: Sequence[Ints], name: str) -> Ints:
