@@ -44,6 +44,7 @@ PURE = {
     "kvrelay.kvcache.allocator",
     "kvrelay.kvcache.block_table",
     "kvrelay.kvcache.prefix_cache",
+    "kvrelay.prefill_node.closing",
     "kvrelay.prefill_node.host_copies",
     "kvrelay.prefill_node.host_price",
     "kvrelay.prefill_node.host_tier",

@@ -14,6 +14,7 @@ from kvrelay.core.errors import CapacityError, StaleMessageError
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Counters
 from kvrelay.kvcache.allocator import PageAccount
+from kvrelay.prefill_node.closing import Closing
 from kvrelay.prefill_node.fills import FillOrder, Fills
 from kvrelay.prefill_node.host_loads import load_from_host
 from kvrelay.prefill_node.job_record import JobRecord, chunk_message, open_message
@@ -86,8 +87,7 @@ class RingControl:
             self._forget(key)
         else:
             record.phase = Phase.CLOSING
-            record.aborted = abort
-            record.undrained = set(range(self._pages.ring_size))
+            record.closing = Closing(ring_size=self._pages.ring_size, abort=abort)
         return True
 
     @property
@@ -131,11 +131,8 @@ class RingControl:
             record = self._records[self._chunk.request_id]
             step.chunk.CopyFrom(chunk_message(record, self._chunk, page_tokens=self._pages.page_tokens))
         for key, record in self._records.items():
-            if record.phase is Phase.CLOSING and not record.close_sent:
-                record.close_sent = True
-                step.closes.append(key)
-                if record.aborted:
-                    step.aborts.append(key)
+            if record.closing is not None:
+                record.closing.plan(step, key)
         self.pushes.plan(step)
         self.fills.plan(step)
         step.fences.extend(self._fences)
@@ -190,7 +187,7 @@ class RingControl:
             return True
         if self.has_chunk or (self._room != self._room_planned and self.queued_jobs):
             return True
-        return any(r.phase is Phase.CLOSING and not r.close_sent for r in self._records.values())
+        return any(r.closing is not None and not r.closing.told for r in self._records.values())
 
     @property
     def is_copying(self) -> bool:
@@ -320,10 +317,7 @@ class RingControl:
 
     def _drained(self, key: str, rank: int) -> None:
         record = self._records.get(key)
-        if record is None:
-            return
-        record.undrained.discard(rank)
-        if record.phase is Phase.CLOSING and record.close_sent and not record.undrained:
+        if record is not None and record.closing is not None and record.closing.drained(rank):
             assert record.pages is not None, "only a job with pages drains"
             self._pages.release(record.pages.pages)
             self._room += 1

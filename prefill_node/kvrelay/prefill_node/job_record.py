@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvrelay.core.shard import Span
+from kvrelay.prefill_node.closing import Closing
 from kvrelay.prefill_node.jobs import Job, Phase
 from kvrelay.prefill_node.owned_runs import owned_runs
 from kvrelay.prefill_node.pages import RequestPages
@@ -28,9 +29,7 @@ class JobRecord:
     waits_for: bytes | None = None  # block that is coming, by another job or by a copy
     waiting_since_s: float = 0.0
     is_weighed: bool = False  # whether what host memory has of it should be loaded
-    aborted: bool = False
-    close_sent: bool = False
-    undrained: set[int] = field(default_factory=set)
+    closing: Closing | None = None  # set in phase CLOSING
 
 
 def open_message(record: JobRecord, *, page_tokens: int) -> ring_pb2.RingOpen:

@@ -7,10 +7,11 @@ rank has said that none of its writes can still read them, its pages are held. O
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvrelay.core.errors import CapacityError
 from kvrelay.core.shard import Span
+from kvrelay.prefill_node.closing import Closing
 from kvrelay.prefill_node.jobs import Phase
 from kvrelay.prefill_node.owned_runs import owned_runs
 from kvrelay.prefill_node.pages import RingPages
@@ -34,10 +35,7 @@ class _Record:
     held: tuple[RankPage, ...]
     pages: tuple[RankPage, ...]  # of these, the ones that are asked for
     sent: bool = False  # the ranks know of it
-    closing: bool = False
-    aborted: bool = False
-    close_sent: bool = False
-    undrained: set[int] = field(default_factory=set)
+    closing: Closing | None = None  # None: not yet
 
 
 class Pushes:
@@ -53,12 +51,12 @@ class Pushes:
 
     @property
     def num_closing(self) -> int:
-        return sum(record.closing for record in self._records.values())
+        return sum(record.closing is not None for record in self._records.values())
 
     @property
     def wants_step(self) -> bool:
         """The ranks are to be told something."""
-        return any(not one.sent or (one.closing and not one.close_sent) for one in self._records.values())
+        return any(not one.sent or (one.closing is not None and not one.closing.told) for one in self._records.values())
 
     def begin(self, push: Push) -> None:
         """Hold the pages of cached blocks, to be written with the next step.
@@ -76,7 +74,7 @@ class Pushes:
 
     def phase_of(self, key: str) -> Phase | None:
         record = self._records.get(key)
-        return None if record is None else Phase.CLOSING if record.closing else Phase.SEALING
+        return None if record is None else Phase.SEALING if record.closing is None else Phase.CLOSING
 
     def close(self, key: str, *, abort: bool) -> bool:
         """End a push; its pages come back when every rank has drained. False: there is none, or it has ended.
@@ -85,10 +83,9 @@ class Pushes:
             abort: every rank gives up; False when the asking node has taken the blocks.
         """
         record = self._records.get(key)
-        if record is None or record.closing:
+        if record is None or record.closing is not None:
             return False
-        record.closing, record.aborted = True, abort
-        record.undrained = set(range(self._pages.ring_size))
+        record.closing = Closing(ring_size=self._pages.ring_size, abort=abort)
         return True
 
     def plan(self, step: ring_pb2.RingStep) -> None:
@@ -98,21 +95,15 @@ class Pushes:
                 record.sent = True
                 runs = owned_runs(record.pages, Span(0, len(record.pages)))
                 step.pushes.append(ring_pb2.RingPush(key=key, pages=runs, ticket=record.push.ticket))
-            if record.closing and not record.close_sent:
-                record.close_sent = True
-                step.closes.append(key)
-                if record.aborted:
-                    step.aborts.append(key)
+            if record.closing is not None:
+                record.closing.plan(step, key)
 
     def drained(self, keys: Sequence[str], rank: int) -> list[str]:
         """Take in that a rank holds no write in flight any more; return the pushes that are over."""
         over = []
         for key in keys:
             record = self._records.get(key)
-            if record is None:
-                continue
-            record.undrained.discard(rank)
-            if record.close_sent and not record.undrained:
+            if record is not None and record.closing is not None and record.closing.drained(rank):
                 self._pages.release(record.held)
                 del self._records[key]
                 over.append(key)
