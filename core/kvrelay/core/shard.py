@@ -20,6 +20,11 @@ class Span:
     def num_tokens(self) -> int:
         return self.end - self.start
 
+    @property
+    def num_pairs(self) -> float:
+        """Pairs of one of these tokens and one that it sees; a token counts half with itself."""
+        return self.num_tokens * self.start + self.num_tokens * self.num_tokens / 2
+
     def intersect(self, other: Span) -> Span | None:
         start, end = max(self.start, other.start), min(self.end, other.end)
         return Span(start, end) if start < end else None

@@ -30,6 +30,10 @@ class Fitted:
     observations: int
     at_s: float = 0.0  # when it was solved, on the clock of its `TimeFit`
 
+    def first_in_pieces_s(self, x: float) -> float:
+        """Return the time per unit of x, the start of each piece of size `x` spread over it."""
+        return self.first_s + self.start_s / x
+
 
 class TimeFit:
     """Fed by one thread; `fitted` may be read by any."""

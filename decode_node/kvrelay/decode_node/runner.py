@@ -246,8 +246,7 @@ class StepThread:
         began_s, tokens = self._clock(), chunk.tokens
         token = self._engine.extend(chunk, self._states[chunk.key])
         self._busy_since_s = self._last_step_s = ended_s = self._clock()
-        pairs = tokens.num_tokens * tokens.start + tokens.num_tokens**2 / 2
-        self.chunk_times.observe(ended_s - began_s, x=tokens.num_tokens, y=pairs)
+        self.chunk_times.observe(ended_s - began_s, x=tokens.num_tokens, y=tokens.num_pairs)
         sequence = self._prompts.ran(chunk, ended_s - began_s)
         if sequence is not None:
             assert token is not None, "a complete prompt has a first token"

@@ -33,6 +33,5 @@ def load_pays(tokens: Span, fitted: Fitted | None, *, token_s: float, chunk_toke
     if fitted is None:
         return True
     number = tokens.num_tokens
-    pairs = number * tokens.start + number * number / 2
-    compute_s = number * (fitted.first_s + fitted.start_s / chunk_tokens) + pairs * fitted.second_s
+    compute_s = number * fitted.first_in_pieces_s(chunk_tokens) + tokens.num_pairs * fitted.second_s
     return LOAD_START_S + number * token_s < compute_s

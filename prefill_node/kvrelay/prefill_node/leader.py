@@ -193,8 +193,7 @@ class Leader:
         if timed is None and step.HasField("chunk") and not any(report.stopped for report in reports):
             timed = [TimedChunk(span_from_pb(step.chunk.tokens), took_s)]
         for chunk in timed or ():
-            tokens, cached = chunk.tokens.num_tokens, chunk.tokens.start
-            self.chunk_times.observe(chunk.took_s, x=tokens, y=tokens * cached + tokens * tokens / 2)
+            self.chunk_times.observe(chunk.took_s, x=chunk.tokens.num_tokens, y=chunk.tokens.num_pairs)
 
     def _choose_first_token(self, key: str, result: StepResult) -> None:
         """Sample when the prompt's last chunk was computed."""

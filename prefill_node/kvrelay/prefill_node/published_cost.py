@@ -30,10 +30,9 @@ def add_measured(
 
 def cost_of(fitted: Fitted, *, ring_size: int, chunk_tokens: int, now_s: float) -> fleet_pb2.NodeCost:
     """Return the cost of prompt tokens; what each chunk takes besides is spread over its tokens."""
-    per_token_s = fitted.first_s + fitted.start_s / chunk_tokens
     return fleet_pb2.NodeCost(
         start_s=fitted.start_s,
-        token_s=per_token_s * ring_size,
+        token_s=fitted.first_in_pieces_s(chunk_tokens) * ring_size,
         pair_s=fitted.second_s * ring_size,
         observations=fitted.observations,
         age_s=now_s - fitted.at_s,
