@@ -43,6 +43,11 @@ class PageLayout:
         return self.row_width * DTYPE_BYTES[self.dtype]
 
     @property
+    def row_bytes_all_layers(self) -> int:
+        """Bytes of one token."""
+        return self.row_bytes * self.num_layers
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page in one layer."""
         return self.page_tokens * self.row_bytes

@@ -292,7 +292,7 @@ class DecodeServer:
             local_tokens=self._settings.local_prefill_tokens,
             max_batch=self._settings.max_batch,
         )
-        add_links(record, self._agent.transfer.links(), token_bytes=layout.row_bytes * layout.num_layers)
+        add_links(record, self._agent.transfer.links(), token_bytes=layout.row_bytes_all_layers)
         return record
 
     def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:

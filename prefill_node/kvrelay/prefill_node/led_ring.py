@@ -66,7 +66,7 @@ def led_ring(
         control,
         worker,
         ring.group,
-        token_bytes=layout.row_bytes * layout.num_layers,
+        token_bytes=layout.row_bytes_all_layers,
         on_cache=on_cache,
         counters=counters,
     )
@@ -75,7 +75,7 @@ def led_ring(
 
 def host_token_s(leader: Leader, layout: PageLayout) -> float:
     """Return what loading one token from host memory takes, as measured; 0 = not known yet."""
-    return load_token_s(leader.rank_counters, token_bytes=layout.row_bytes * layout.num_layers)
+    return load_token_s(leader.rank_counters, token_bytes=layout.row_bytes_all_layers)
 
 
 def _control(settings: PrefillSettings, loaded: Loaded, pages_per_rank: list[int]) -> RingControl:

@@ -25,7 +25,7 @@ def add_measured(
     if fitted is not None:
         cost = cost_of(fitted, ring_size=record.ring_size, chunk_tokens=chunk_tokens, now_s=clock())
         record.cost.CopyFrom(cost)
-    add_links(record, links, token_bytes=layout.row_bytes * layout.num_layers)
+    add_links(record, links, token_bytes=layout.row_bytes_all_layers)
 
 
 def cost_of(fitted: Fitted, *, ring_size: int, chunk_tokens: int, now_s: float) -> fleet_pb2.NodeCost:

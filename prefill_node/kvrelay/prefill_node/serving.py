@@ -87,7 +87,7 @@ class PrefillServer:
             self._puller = Puller(
                 self._leader,
                 block_tokens=layout.block_tokens,
-                row_bytes=layout.row_bytes * layout.num_layers,
+                row_bytes=layout.row_bytes_all_layers,
                 timeout_s=settings.pull_timeout_s,
             )
         self._pusher = RingPusher(self._leader)
