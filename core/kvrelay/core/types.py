@@ -20,6 +20,9 @@ class Tier(Enum):
     HOST = "host"  # in the pool or in host memory behind it, from where it is loaded first
 
 
+LOAD_START_S = 0.002  # of a load from host memory, whatever its size: told with one step, reported with another
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Incarnation:
     """One life of one node: a restart keeps the name and gets a new start_id. Filled at process start."""

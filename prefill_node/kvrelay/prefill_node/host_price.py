@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from kvrelay.core.shard import Span
 from kvrelay.core.time_fit import Fitted
-
-LOAD_START_S = 0.002  # of a load, whatever its size: told with one step, reported with another
-
+from kvrelay.core.types import LOAD_START_S
 
 HOST_S_PER_GIB = "host_s_per_gib_max"  # counter of every rank: how long a GiB takes from host memory, as measured
 

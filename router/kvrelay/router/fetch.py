@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvrelay.core.types import Role
+from kvrelay.core.types import LOAD_START_S, Role
 from kvrelay.router.score import Question, backlog_s, work_s
 
 if TYPE_CHECKING:
     from kvrelay.router.fleet import NodeView
 
-LOAD_START_S = 0.002  # of a load from host memory: told with one step, reported with another
 PULL_START_S = 0.01  # of a pull, whatever its size: calls and checks between two processes
 MOST_SOURCES = 8  # that are looked at; a prompt that all nodes begin with has as many
 # A prefill node that computes begins with its next step, and sends between the layers of that one.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.core.types import Incarnation, Role
-from kvrelay.router.fetch import LOAD_START_S, MOST_SOURCES, start_s, usual_token_s
+from kvrelay.core.types import LOAD_START_S, Incarnation, Role
+from kvrelay.router.fetch import MOST_SOURCES, start_s, usual_token_s
 from kvrelay.router.score import Question
 
 if TYPE_CHECKING:
