@@ -296,9 +296,7 @@ class RankWorker:
             if failure is not None and not request.failure_told:
                 request.failure_told = True
                 report.failed[request.key] = failure
-            # A chunk of a request that was given up may still write the pages that it would give back.
-            has_ended = self._queue is None or self._queue.has_ended(request.last_chunk)
-            if request.closing and has_ended and (request.writer is None or request.writer.sources_free):
+            if request.closing and self._is_drained(request):
                 report.drained.append(request.key)
                 del self._requests[request.key]
         if self.copier is not None:
@@ -312,6 +310,11 @@ class RankWorker:
         for counters in (self._counters, *self._more_counters):
             report.counters.update(counters.values.copy())
         return report
+
+    def _is_drained(self, request: RankRequest) -> bool:
+        """Nothing that is under way touches its pages: a chunk of a request that was given up may still write them."""
+        has_ended = self._queue is None or self._queue.has_ended(request.last_chunk)
+        return has_ended and (request.writer is None or request.writer.sources_free)
 
 
 def _fill(table: PageTable, runs: Sequence[ring_pb2.OwnedRun]) -> None:
