@@ -35,10 +35,9 @@ class FollowerPulls:
             max_message_bytes=settings.max_message_bytes,
             **node_security(tls, lambda reason: pulls.counters.add(f"calls_refused_{reason}_total")),
         )
-        host = settings.advertise.rpartition(":")[0]
-        port = server.endpoint.rpartition(":")[2]
-        bound = advertised(bound=server.endpoint, advertise="", index_url=settings.index_url)
-        pulls.start(f"{host}:{port}" if host else bound)
+        host, port = settings.advertise.rpartition(":")[0], server.endpoint.rpartition(":")[2]
+        told = f"{host}:{port}" if host else ""
+        pulls.start(advertised(bound=server.endpoint, advertise=told, index_url=settings.index_url))
         await server.set_serving(True)
         return cls(pulls, server)
 
