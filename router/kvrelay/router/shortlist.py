@@ -49,6 +49,19 @@ class _Group:
     decode: Ints
 
 
+@dataclass(frozen=True, slots=True)
+class _Join:
+    """Which slot of some loads and which row are of one node."""
+
+    loads: LoadColumns
+    version: int  # of the loads
+    slots: Ints  # of each row
+    rows: Ints  # of each slot; the number of rows for nodes that are not here
+
+    def holds_for(self, loads: LoadColumns) -> bool:
+        return self.loads is loads and (self.version, len(self.rows)) == (loads.version, loads.num_slots)
+
+
 class Roster:
     """The nodes of a fleet as of one heartbeat, also as columns. Only `update` changes it."""
 
@@ -124,8 +137,7 @@ class _Columns:
         sizes, of_row = np.unique(self._ints["page_tokens"], return_inverse=True)
         self._page_sizes = sizes, of_row + self._is_prefill * len(sizes)  # see `_pages`
         self._rings: dict[int, tuple[Floats, Floats, Floats]] = {}  # see `_of_ring`
-        self._rows: dict[int, tuple[Ints, Ints]] = {}  # by identity of the slots, see `_rows_of`
-        self._slots: dict[int, tuple[LoadColumns, int, Ints]] = {}  # by identity of the loads
+        self._joins: dict[int, _Join] = {}  # by identity of the loads
 
     def set_row(self, row: int, node: NodeView) -> None:
         for name, ints in self._ints.items():
@@ -153,15 +165,15 @@ class _Columns:
         takes = ~self._draining & (ints["max_model_len"] >= question.total_tokens) & (pages <= ints["total_pages"])
         for row, node in enumerate(self._nodes) if question.avoid else ():
             takes[row] &= node not in question.avoid
-        slots = [self._slots_of(one) for one in loads]
-        recent_s = self._sum([one.recent_s()[at] for one, at in zip(loads, slots, strict=True)])
-        placed = {name: self._of_loads(loads, slots, name) for name in _LOADS}
+        joins = [self._join(one) for one in loads]
+        recent_s = self._sum([one.loads.recent_s()[one.slots] for one in joins])
+        placed = {name: self._of_loads(joins, name) for name in _LOADS}
         alone_s = self._compute_s(question, usable, has_some)
         fetch_s, saved_s = self.fetches.best(
             question, usable, alone_s, sources, lambda behind: self._compute_s(question, behind, np.flatnonzero(behind))
         )
         compute_s = alone_s - saved_s
-        ahead_s, works_s = self._works(compute_s, loads, slots)
+        ahead_s, works_s = self._works(compute_s, joins)
         prefill_s = fetch_s + self._prefill_s(compute_s, alone_s, ahead_s, works_s, pages, placed["tokens"])
         decode_s, steps_s, must_evict = self._decode_s(question, usable, has_some, pages, placed)
         few: set[int] = set()
@@ -262,13 +274,13 @@ class _Columns:
         total_s: Floats = wait + compute + CROWDING * compute + eviction
         return total_s
 
-    def _works(self, compute: Floats, loads: Sequence[LoadColumns], slots: Sequence[Ints]) -> tuple[Floats, Floats]:
+    def _works(self, compute: Floats, joins: Sequence[_Join]) -> tuple[Floats, Floats]:
         """Return what goes before a request of these compute times, and all work, per row in seconds."""
         num = len(compute)
         ahead, ours = np.zeros(num), np.zeros(num)
-        for one, at in zip(loads, slots, strict=True):
-            work_s, work_slot = one.works()
-            row = self._rows_of(one, at)[work_slot]
+        for one in joins:
+            work_s, work_slot = one.loads.works()
+            row = one.rows[work_slot]
             ahead += np.bincount(row, np.minimum(work_s, np.append(compute, 0.0)[row]), num + 1)[:num]
             ours += np.bincount(row, work_s, num + 1)[:num]
         return ahead, ours
@@ -296,9 +308,8 @@ class _Columns:
         active: Ints = np.maximum(self._ints["active_requests"], placed["requests"])
         return active
 
-    def _of_loads(self, loads: Sequence[LoadColumns], slots: Sequence[Ints], name: str) -> Ints:
-        found = [getattr(one, name)[at] for one, at in zip(loads, slots, strict=True)]
-        return self._sum(found).astype(np.int64, copy=False)
+    def _of_loads(self, joins: Sequence[_Join], name: str) -> Ints:
+        return self._sum([getattr(one.loads, name)[one.slots] for one in joins]).astype(np.int64, copy=False)
 
     def _sum(self, columns: Sequence[npt.NDArray[np.number]]) -> npt.NDArray[np.number]:
         if not columns:
@@ -308,21 +319,13 @@ class _Columns:
             total = total + column
         return total
 
-    def _rows_of(self, loads: LoadColumns, slots: Ints) -> Ints:
-        """Return the row of each slot's node; the number of rows for nodes that are not here."""
-        known = self._rows.get(id(slots))
-        if known is None or known[0] is not slots or len(known[1]) != loads.num_slots:
-            row_of = np.full(loads.num_slots, len(slots))
-            row_of[slots] = np.arange(len(slots))
-            if len(self._rows) > 8:
-                self._rows.clear()
-            known = self._rows[id(slots)] = slots, row_of
-        return known[1]
-
-    def _slots_of(self, loads: LoadColumns) -> Ints:
-        known = self._slots.get(id(loads))
-        if known is None or known[0] is not loads or known[1] != loads.version:
-            if len(self._slots) > 8:  # of routers that are gone
-                self._slots.clear()
-            known = self._slots[id(loads)] = loads, loads.version, loads.slots(self._nodes)
-        return known[2]
+    def _join(self, loads: LoadColumns) -> _Join:
+        known = self._joins.get(id(loads))
+        if known is None or not known.holds_for(loads):
+            if len(self._joins) > 8:  # of routers that are gone
+                self._joins.clear()
+            slots = loads.slots(self._nodes)
+            rows = np.full(loads.num_slots, len(slots))
+            rows[slots] = np.arange(len(slots))
+            known = self._joins[id(loads)] = _Join(loads, loads.version, slots, rows)
+        return known
