@@ -134,7 +134,6 @@ class _Usual:
     def __init__(self, part: _Part, measured: Sequence[NodeView]) -> None:
         self._part = part
         self._least_age_s = min(map(part.age_s, measured))
-        self._lonely: set[object] = set()  # kinds of one node
         kinds: dict[object, _Kind] = {}
         of_role = _Kind()
         for node in measured:
@@ -143,7 +142,7 @@ class _Usual:
             kinds.setdefault(_kind(node), _Kind()).sized.append(one)
         self._of_role = of_role.middle()
         self._alike = {kind: group.middle() for kind, group in kinds.items()}
-        self._lonely = {kind for kind, group in kinds.items() if len(group.sized) == 1}
+        self._lonely = {kind for kind, group in kinds.items() if len(group.sized) == 1}  # kinds of one node
 
     def applied(self, node: NodeView) -> NodeView:
         """Return a node as it is to be taken."""
