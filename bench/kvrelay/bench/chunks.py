@@ -12,7 +12,6 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -202,14 +201,13 @@ class Bench:
 
 class _Began:
     def __init__(self) -> None:
-        clocks: tuple[Callable[[], float], Callable[[], float]] = (time.perf_counter, time.thread_time)
-        self._clocks, self._at_s = clocks, [clock() for clock in clocks]
+        self._wall_s, self._thread_s = time.perf_counter(), time.thread_time()
 
     def wall_s(self) -> float:
-        return self._clocks[0]() - self._at_s[0]
+        return time.perf_counter() - self._wall_s
 
     def thread_s(self) -> float:
-        return self._clocks[1]() - self._at_s[1]
+        return time.thread_time() - self._thread_s
 
 
 def run(options: argparse.Namespace) -> int:
