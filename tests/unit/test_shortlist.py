@@ -66,6 +66,16 @@ def some_loads(rng: random.Random, nodes: list[NodeView]) -> dict[Incarnation, L
     }  # fmt: skip
 
 
+def columns_of(loads: dict[Incarnation, Load]) -> LoadColumns:
+    columns = LoadColumns()
+    for node, load in loads.items():
+        columns.add(node, requests=load.requests, tokens=load.tokens, pages=load.pages, context=load.context)
+        columns.worked(node, load.recent_s)
+        for work_s in load.works_s:
+            columns.put(node, work_s)
+    return columns
+
+
 def outcome(choose: object) -> tuple[object, ...]:
     """What came of a choice, in a form that can be compared."""
     try:
@@ -98,7 +108,7 @@ def test_the_choice_among_many_is_that_of_the_scan_over_all(seed: int, extra: in
             patch.setattr(shortlist, "_KEPT", 1)
             patch.setattr(placement, "_JOINT", 1)
         roster = Roster(nodes)
-        columns = [LoadColumns.of(own), LoadColumns.of(others)]
+        columns = [columns_of(own), columns_of(others)]
 
         assert outcome(lambda: roster.place(question, columns)) == outcome(lambda: place(nodes, question))
 

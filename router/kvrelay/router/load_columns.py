@@ -46,17 +46,6 @@ class LoadColumns(Mapping[Incarnation, Load]):
         self._free_works: list[int] = []
         self._works: dict[int, dict[int, float]] = {}  # slot -> its works, oldest first
 
-    @classmethod
-    def of(cls, loads: Mapping[Incarnation, Load]) -> LoadColumns:
-        """Return the same loads as columns."""
-        columns = cls()
-        for node, load in loads.items():
-            columns.add(node, requests=load.requests, tokens=load.tokens, pages=load.pages, context=load.context)
-            columns.worked(node, load.recent_s)
-            for work_s in load.works_s:
-                columns.put(node, work_s)
-        return columns
-
     def slot(self, node: Incarnation) -> int:
         """Return the slot of a node; one that has none gets one."""
         slot = self._slots.get(node)
