@@ -53,6 +53,7 @@ def install(role: str, board: Switchboard) -> None:
 
 
 def _install_in_router(board: Switchboard) -> None:
+    from kvrelay.router.fetch import sources_of  # noqa: PLC0415
     from kvrelay.router.fleet import FleetView  # noqa: PLC0415
     from kvrelay.router.leases import LeaseKeeper  # noqa: PLC0415
 
@@ -68,7 +69,9 @@ def _install_in_router(board: Switchboard) -> None:
         if rule is None:
             return place(nodes, question, **rest)
         # Blocks may be fetched from any.
-        return place(_of_each_role(nodes, rule.kind.split(",")), question, **{"holders": nodes, **rest})
+        return place(
+            _of_each_role(nodes, rule.kind.split(",")), question, **{"sources": sources_of(nodes, question), **rest}
+        )
 
     def forgiving(view: Any, *args: Any, **rest: Any) -> None:
         made(view, *args, **rest)
