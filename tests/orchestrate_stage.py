@@ -49,6 +49,7 @@ class PlayedPrefill(prefill_pb2_grpc.PrefillNodeServicer):
     renewed: set[str] = field(default_factory=set)
     cancelled: int = 0
     called: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)  # by a caller that was still owed an answer
     knows: bool = True
     scored: tuple[tuple[float, ...], ...] = ()  # log-probabilities of prompt tokens, per chunk
     break_after_scored: bool = False
@@ -76,8 +77,9 @@ class PlayedPrefill(prefill_pb2_grpc.PrefillNodeServicer):
                 first.finish_reason = common_pb2.FINISH_REASON_LENGTH
             yield prefill_pb2.PrefillEvent(first_token=first)
             yield prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone(relayed_bytes=1))
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter when it was just saying something
             self.cancelled += 1
+            self.left.set()
             raise
 
     async def Abort(self, request: Any, context: Any) -> common_pb2.AbortReply:

@@ -242,6 +242,7 @@ async def test_p7_leaving_early_aborts_both_legs() -> None:
         await asyncio.wait_for(stage.prefill[0].called.wait(), 10)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait_for(stage.prefill[0].left.wait(), 10)
 
     assert len(stage.decode[0].aborts) == len(stage.prefill[0].aborts) == 1
     assert stage.prefill[0].cancelled == 1

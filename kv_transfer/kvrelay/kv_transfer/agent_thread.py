@@ -47,6 +47,7 @@ _Command = Callable[[Transport], None]
 @dataclass(slots=True)
 class _Drain:
     remaining_s: float
+    asked_s: float
     done: Callable[[], None]
 
 
@@ -181,7 +182,7 @@ class TransferThread:
 
     def drain(self, seconds: float, done: Callable[[], None]) -> None:
         """Call `done` after this thread has polled for `seconds`: what a dead peer left in our sockets has landed."""
-        self._put(lambda _: self._drains.append(_Drain(seconds, done)))
+        self._put(lambda _: self._drains.append(_Drain(seconds, self._clock(), done)))
 
     # ---- on the thread ----
 
@@ -247,13 +248,12 @@ class TransferThread:
         return _POLL_CLOSED_S if lost or self._writers.has_leftovers else None
 
     def _count_progress(self) -> None:
-        now_s = self._clock()
-        progress_s = min(now_s - self._last_poll_s, _LONGEST_COUNTED_GAP_S)
+        now_s, last_s = self._clock(), self._last_poll_s
         self._last_poll_s = now_s
         if self._landings.has_backlog:
             return
         for drain in list(self._drains):
-            drain.remaining_s -= progress_s
+            drain.remaining_s -= min(now_s - max(last_s, drain.asked_s), _LONGEST_COUNTED_GAP_S)
             if drain.remaining_s <= 0:
                 self._drains.remove(drain)
                 drain.done()
