@@ -97,16 +97,15 @@ class LeaseKeeper:
         with self._lock:
             for peer in [peer for peer, grantor in self._grantors.items() if not grantor.held]:
                 _close(self._grantors.pop(peer))
-            for peer, grantor in self._grantors.items():
-                if grantor.channel is None:
-                    grantor.channel = connect_blocking(
-                        peer.endpoint, max_message_bytes=self._max_message_bytes, tls=self._tls
-                    )
-                request = common_pb2.RenewRequest(
-                    holder=convert.incarnation_to_pb(self._holder), request_ids=list(grantor.held)
+            held = [(peer, grantor, list(grantor.held)) for peer, grantor in self._grantors.items()]
+        for peer, grantor, request_ids in held:
+            if grantor.channel is None:
+                grantor.channel = connect_blocking(
+                    peer.endpoint, max_message_bytes=self._max_message_bytes, tls=self._tls
                 )
-                # All nodes are asked at once: a node that does not answer must not delay the others.
-                calls.append((peer, _stub(peer, grantor.channel).Renew.future(request, timeout=self._interval_s)))
+            request = common_pb2.RenewRequest(holder=convert.incarnation_to_pb(self._holder), request_ids=request_ids)
+            # All nodes are asked at once: a node that does not answer must not delay the others.
+            calls.append((peer, _stub(peer, grantor.channel).Renew.future(request, timeout=self._interval_s)))
         for peer, call in calls:
             try:
                 self._note_unknown(peer, set(call.result().unknown_request_ids))
