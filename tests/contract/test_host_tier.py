@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from contract.prefill_requests import MODEL, recorded
+from contract.prefill_requests import MODEL, NEEDS_RECORDING
 from contract.ring_ranks import Case, Outcome, alone, launch
 from contract.test_ring import rows_of
 from kvrelay.core.errors import CapacityError, SettingsError
@@ -30,7 +30,6 @@ PROMPTS = [tuple(rng.randrange(250) for _ in range(LENGTH)) for _ in range(4)]
 
 
 def a_case(**changed: object) -> Case:
-    recorded()  # or skip
     case = Case(FOLDER / MODEL, PROMPTS[0], chunk_tokens=300, seed=b"s" * 16)
     return dataclasses.replace(case, **changed)  # type: ignore[arg-type]
 
@@ -48,6 +47,7 @@ def same_rows(fresh: list[Outcome], again: list[Outcome]) -> None:
     assert (fresh[0].cached_tokens, again[0].cached_tokens) == (0, CACHED)
 
 
+@NEEDS_RECORDING
 def test_rows_that_were_evicted_and_loaded_are_those_that_were_computed() -> None:
     fresh, again = alone(a_case()), alone(with_host(1))
 
@@ -59,6 +59,7 @@ def test_rows_that_were_evicted_and_loaded_are_those_that_were_computed() -> Non
     assert counted[HOST_S_PER_GIB] > 0
 
 
+@NEEDS_RECORDING
 def test_without_host_memory_the_same_prompts_are_computed_again() -> None:
     again = alone(dataclasses.replace(with_host(1), host_pages=0))
 
@@ -66,6 +67,7 @@ def test_without_host_memory_the_same_prompts_are_computed_again() -> None:
     assert "host_loads_total" not in again.counters
 
 
+@NEEDS_RECORDING
 def test_each_rank_of_a_ring_loads_its_own_part() -> None:
     fresh, again = launch([a_case(), with_host(2)], ring_size=2)
 

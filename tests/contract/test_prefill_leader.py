@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from contract.prefill_requests import MODEL, a_ref, recorded
+from contract.prefill_requests import MODEL, NEEDS_RECORDING, a_ref
 from contract.ring_ranks import Case, RecordingWriter, a_control, a_pool
 from kvrelay.core.types import Counters, Sampling
 from kvrelay.kvcache.pool import LatentPool
@@ -38,8 +38,8 @@ class StuckWriter(RecordingWriter):
         return not self.stuck
 
 
+@NEEDS_RECORDING
 def test_a_hand_off_that_is_stuck_does_not_keep_the_step_thread_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded()
     bound: list[str] = []
     monkeypatch.setattr(LatentPool, "bind_thread", lambda _: bound.append(threading.current_thread().name))
     case = Case(FOLDER / MODEL, tuple(range(70)), chunk_tokens=128)

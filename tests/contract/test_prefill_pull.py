@@ -12,13 +12,23 @@ import pytest
 import pytest_asyncio
 
 from contract.prefill_process import Client, NodeProcess, decode_peer, prefill_node
-from contract.prefill_requests import CHUNK, MODEL, a_ref, events_of, kinds, latents_of, recorded, some_prompt
+from contract.prefill_requests import (
+    CHUNK,
+    MODEL,
+    NEEDS_RECORDING,
+    a_ref,
+    events_of,
+    kinds,
+    latents_of,
+    some_prompt,
+)
 from kvrelay.cli import certs
 from kvrelay.index.server import EmbeddedServer
 from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import prefill_pb2
 from oracle_data import FOLDER
 
+pytestmark = NEEDS_RECORDING
 TOKENS = 700
 WHOLE = TOKENS // 64 * 64
 OPTIONS = ("--chunk-tokens", str(CHUNK))
@@ -27,7 +37,6 @@ OPTIONS = ("--chunk-tokens", str(CHUNK))
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[dict[int, NodeProcess]]:
     """Nodes by ring size, that all can fetch."""
-    recorded()
     index = EmbeddedServer.start()
     with ExitStack() as stack:
         stack.callback(index.stop)
