@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,13 +33,6 @@ BLOCK = 16
 PROMPT = np.arange(100, dtype=np.int32)  # what `run` asks for
 LAYOUT = b"layout"
 HASHES = prefix_hash.chain(prefix_hash.seed(fingerprint=LAYOUT), PROMPT, block_tokens=BLOCK)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedServer]:
-    started = EmbeddedServer.start()
-    yield started
-    started.stop()
 
 
 @dataclass
@@ -83,11 +76,11 @@ class PlacedStage(Stage):
 
 @asynccontextmanager
 async def placing(
-    stage: PlacedStage, server: EmbeddedServer, *, held_by_decode: Sequence[bytes] = (), **changes: Any
+    stage: PlacedStage, index: EmbeddedServer, *, held_by_decode: Sequence[bytes] = (), **changes: Any
 ) -> AsyncIterator[Orchestrator]:
     """`held_by_decode`: blocks that the first decode node has; `changes`: of all records."""
     name = f"f{Incarnation.new('f').start_id}"
-    registry, reader = NodeRegistry(server.url, name), PrefixReader(server.url, name)
+    registry, reader = NodeRegistry(index.url, name), PrefixReader(index.url, name)
     writers: list[PrefixWriter] = []
     async with playing(stage, lease_s=0.3) as orchestrator:
         for role, nodes in ((Role.PREFILL, stage.prefill_nodes), (Role.DECODE, stage.decode_nodes)):
@@ -103,7 +96,7 @@ async def placing(
                 record.MergeFrom(fleet_pb2.NodeRecord(**changes))
                 await registry.register(record, ttl_s=60)
                 held = list(held_by_decode) if node is stage.decode_nodes[0] else []
-                writer = PrefixWriter(server.url, name, node=node.incarnation, role=role, all_hashes=lambda h=held: h)  # type: ignore[misc]
+                writer = PrefixWriter(index.url, name, node=node.incarnation, role=role, all_hashes=lambda h=held: h)  # type: ignore[misc]
                 await writer.start()
                 writer.publish(held)
                 writers.append(writer)
@@ -137,10 +130,10 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 async def test_a_retry_finds_nothing_of_the_attempt_before_it_and_the_next_request_nothing_of_either(
-    end: str, server: EmbeddedServer
+    end: str, index: EmbeddedServer
 ) -> None:
     stage = PlacedStage(*ENDS[end]())
-    async with placing(stage, server) as orchestrator:
+    async with placing(stage, index) as orchestrator:
         events, _ = await run(orchestrator)
         after = await stage.on_the_way()
 
@@ -151,10 +144,10 @@ async def test_a_retry_finds_nothing_of_the_attempt_before_it_and_the_next_reque
 
 
 @pytest.mark.parametrize("end", ["cancelled", "deadline", "no node left"])
-async def test_a_request_that_fails_for_good_leaves_nothing(end: str, server: EmbeddedServer) -> None:
+async def test_a_request_that_fails_for_good_leaves_nothing(end: str, index: EmbeddedServer) -> None:
     fail = refusing(UnavailableError) if end == "no node left" else None
     stage = PlacedStage([PlayedPrefill(hang=True, fail=fail)], [PlayedDecode()])
-    async with placing(stage, server) as orchestrator:
+    async with placing(stage, index) as orchestrator:
         task = asyncio.create_task(run(orchestrator, timeout_s=0.5 if end == "deadline" else 20.0))
         await asyncio.wait_for(stage.prefill[0].called.wait(), 10)
         if fail is None:
@@ -169,9 +162,9 @@ async def test_a_request_that_fails_for_good_leaves_nothing(end: str, server: Em
     assert stage.load(stage.prefill_nodes[0]) == stage.load(stage.decode_nodes[0]) == (0, 0)
 
 
-async def test_what_a_decode_node_declines_to_complete_is_work_of_the_prefill_node(server: EmbeddedServer) -> None:
+async def test_what_a_decode_node_declines_to_complete_is_work_of_the_prefill_node(index: EmbeddedServer) -> None:
     stage = PlacedStage([PlayedPrefill(hang=True)], [PlayedDecode(computes=False)])
-    async with placing(stage, server, held_by_decode=HASHES, local_tokens=256) as orchestrator:
+    async with placing(stage, index, held_by_decode=HASHES, local_tokens=256) as orchestrator:
         task = asyncio.create_task(run(orchestrator))
         await asyncio.wait_for(stage.prefill[0].called.wait(), 10)
         loads = stage.load(stage.prefill_nodes[0]), stage.load(stage.decode_nodes[0])
@@ -183,10 +176,10 @@ async def test_what_a_decode_node_declines_to_complete_is_work_of_the_prefill_no
 
 
 async def test_a_fetch_that_brings_nothing_is_work_of_the_prefill_node_and_not_tried_again_at_once(
-    server: EmbeddedServer,
+    index: EmbeddedServer,
 ) -> None:
     stage = PlacedStage([PlayedPrefill(hang=True)], [PlayedDecode()])
-    async with placing(stage, server, held_by_decode=HASHES, pulls=True) as orchestrator:
+    async with placing(stage, index, held_by_decode=HASHES, pulls=True) as orchestrator:
         task = asyncio.create_task(run(orchestrator))
         await until(lambda: stage.load(stage.prefill_nodes[0]) == (1, 100))
         task.cancel()

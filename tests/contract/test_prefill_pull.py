@@ -35,11 +35,9 @@ OPTIONS = ("--chunk-tokens", str(CHUNK))
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[dict[int, NodeProcess]]:
+def nodes(index: EmbeddedServer) -> Iterator[dict[int, NodeProcess]]:
     """Nodes by ring size, that all can fetch."""
-    index = EmbeddedServer.start()
     with ExitStack() as stack:
-        stack.callback(index.stop)
         yield {
             size: stack.enter_context(
                 prefill_node(FOLDER / MODEL, *OPTIONS, ring_size=size, index_url=index.url, name=f"ring-{size}")
@@ -115,14 +113,12 @@ async def test_requests_with_the_prefix_that_a_ring_fetches_wait_for_it(clients:
     assert after["prefill_tokens_executed"] - before["prefill_tokens_executed"] == 6 * (TOKENS + 70 - WHOLE)
 
 
-async def test_further_ranks_of_a_ring_are_served_over_tls_too(tmp_path: Path) -> None:
-    index = EmbeddedServer.start()
+async def test_further_ranks_of_a_ring_are_served_over_tls_too(index: EmbeddedServer, tmp_path: Path) -> None:
     certs.make(tmp_path / "certs", days=1)
     ca, cert, key = (str(tmp_path / "certs" / name) for name in ("ca.pem", "member.pem", "member.key"))
     secure, tls = ("--tls-ca", ca, "--tls-cert", cert, "--tls-key", key), Tls.load(ca=ca, cert=cert, key=key)
     prompt = some_prompt(TOKENS)
     with ExitStack() as stack:
-        stack.callback(index.stop)
         source, asker = (
             Client(
                 stack.enter_context(
