@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -48,11 +48,7 @@ class PlacedStage(Stage):
         self.before.append(await self.on_the_way())
         placed = await self.placer.place(**asked)
         self.placed += 1
-        return Placed(
-            placed.prefill, placed.decode, placed.prefix_seed, placed.confidence, lambda: self._ended(placed),
-            is_local=placed.is_local, pull_from=placed.pull_from, handed_over=placed.handed_over,
-            not_pulled=placed.not_pulled,
-        )  # fmt: skip
+        return replace(placed, release=lambda: self._ended(placed))
 
     def _ended(self, placed: Placed) -> None:
         self._release()
