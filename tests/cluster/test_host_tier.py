@@ -9,6 +9,7 @@ import pytest
 
 from cluster.cluster import Cluster, Spec, vocab_size, wait_until
 from cluster.one_process import greedy_alone
+from kvrelay.proto.convert import pack_ids
 from kvrelay.proto.v1 import fleet_pb2
 from oracle_data import oracle_folder
 
@@ -25,10 +26,6 @@ SPEC = Spec(
 )
 
 
-def packed(tokens: list[int]) -> bytes:
-    return b"".join(token.to_bytes(4, "little") for token in tokens)
-
-
 def test_what_was_evicted_is_loaded_on_both_ranks_and_changes_no_token(cluster: Cluster) -> None:
     rng = random.Random(11)
     prompts = [[rng.randrange(VOCAB - 1) for _ in range(TOKENS)] for _ in range(5)]
@@ -40,7 +37,7 @@ def test_what_was_evicted_is_loaded_on_both_ranks_and_changes_no_token(cluster: 
     assert before["host_bytes"] > 0
 
     def way() -> str:
-        asked = fleet_pb2.PreviewRequest(packed_ids=packed(prompts[0]), max_tokens=8)
+        asked = fleet_pb2.PreviewRequest(packed_ids=pack_ids(prompts[0]), max_tokens=8)
         return str(cluster.fleet.Preview(asked).way)
 
     wait_until(lambda: "prefill-0 loads" in way(), 10.0, way)

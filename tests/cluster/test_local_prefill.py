@@ -6,6 +6,7 @@ import random
 
 from cluster.cluster import Cluster, Spec, vocab_size, wait_until
 from cluster.one_process import greedy_alone
+from kvrelay.proto.convert import pack_ids
 from kvrelay.proto.v1 import fleet_pb2
 from oracle_data import oracle_folder
 
@@ -25,10 +26,9 @@ def _turn(cluster: Cluster, seed: int, *, new_tokens: int) -> list[int]:
     prompt = some_ids(seed, 300)
     first = cluster.generate(prompt, max_tokens=100)
     again = prompt + first.token_ids + some_ids(seed + 1, new_tokens)
-    packed = b"".join(token.to_bytes(4, "little") for token in again)
 
     def knows() -> bool:
-        preview = cluster.fleet.Preview(fleet_pb2.PreviewRequest(packed_ids=packed, max_tokens=8))
+        preview = cluster.fleet.Preview(fleet_pb2.PreviewRequest(packed_ids=pack_ids(again), max_tokens=8))
         return any(one.role == fleet_pb2.NODE_ROLE_DECODE and one.cached_tokens >= 384 for one in preview.candidates)
 
     wait_until(knows, 20.0)

@@ -12,6 +12,7 @@ import pytest
 from cluster.cluster import Spec, wait_until
 from faults.lab.fleet import Fleet, LabKeeper
 from faults.lab.workload import FOLDER, golden, prompt
+from kvrelay.proto.convert import pack_ids
 from kvrelay.proto.v1 import fleet_pb2
 
 pytestmark = pytest.mark.full  # a lab of its own, with small pools
@@ -104,8 +105,7 @@ def test_a_node_that_is_killed_while_it_copies_costs_no_answer_and_comes_back_em
         fleet.what_is_wrong,
     )  # fmt: skip
     assert _counter(fleet, "host_blocks") == 0
-    packed = b"".join(token.to_bytes(4, "little") for token in prompt(830, TOKENS))
     fleet.serve_on("prefill-0")
-    asked = fleet_pb2.PreviewRequest(packed_ids=packed, max_tokens=8)
+    asked = fleet_pb2.PreviewRequest(packed_ids=pack_ids(prompt(830, TOKENS)), max_tokens=8)
     wait_until(lambda: "from host memory" not in str(fleet.fleet.Preview(asked).way), 10)
     assert _answer(fleet, 830) == _right(830)
