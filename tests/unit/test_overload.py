@@ -10,7 +10,7 @@ import pytest
 from kvrelay.bench.goodput import admitting, at_rate, cut, is_in_time
 from kvrelay.bench.placement import DEVICE
 from kvrelay.bench.sim_fleet import FleetPlan, FleetSim
-from kvrelay.bench.trace import Arrival, Trace, read
+from kvrelay.bench.trace import Arrival, Trace
 from kvrelay.core.types import Incarnation
 from kvrelay.router import admission
 from kvrelay.router.books import Books
@@ -18,9 +18,8 @@ from kvrelay.router.cost import NodeCost
 from kvrelay.router.placement import Load, place
 from kvrelay.router.score import EXPECTED_OUTPUT_TOKENS, OVERTAKING, decode_score
 from placement_lab import HASHES, asked, decode, prefill
-from repo import ROOT
+from public_traces import public_trace
 
-TRACES = ROOT.parent / "shared" / "traces"
 GAP_S = 0.05
 STEPS = NodeCost(step_s=0.0, sequence_s=0.0, context_token_s=1e-6, is_measured=True)
 
@@ -99,9 +98,7 @@ def test_o1_at_half_more_than_decode_holds_requests_are_refused_and_not_served_l
 def test_o1_goodput_of_public_traces_stays_at_three_times_the_load(
     name: str, num_requests: int, scale: float, rates: tuple[float, ...]
 ) -> None:
-    if not TRACES.exists():
-        pytest.skip("no traces beside the repository")
-    whole = read(TRACES / f"{name}.jsonl.gz")
+    whole = public_trace(name)
     trace = cut(replace(whole, arrivals=whole.arrivals[: int(num_requests / scale)]), scale)
     prefill_nodes, decode_nodes = (3, 1) if scale == 1.0 else (1, 3)
     plan = FleetPlan(prefill_nodes=prefill_nodes, decode_nodes=decode_nodes, cost=DEVICE, tbt_target_s=GAP_S)

@@ -18,9 +18,8 @@ from kvrelay.bench.sim_mixed import MixedSim
 from kvrelay.bench.sim_nodes import BlockCache
 from kvrelay.bench.trace import Arrival, Trace, copied, read
 from kvrelay.core.errors import InvalidRequestError
-from repo import ROOT
+from public_traces import public_trace
 
-TRACES = ROOT.parent / "shared" / "traces"
 BLOCK = 512
 PLAN = FleetPlan(prefill_nodes=4, decode_nodes=2, node_tokens=400_000, cost=slowed(DEVICE, 6.0))
 
@@ -177,9 +176,7 @@ def test_mixed_nodes_serve_everything_too_and_whole_prompts_stop_the_decodes() -
     [("mooncake_conversation", 512, 0.3664), ("agentic_code_weka", 64, 0.9325), ("azure_2023_conv", 512, 0.0)],
 )
 def test_public_traces_are_read_with_their_ceilings(name: str, block_tokens: int, ceiling: float) -> None:
-    if not TRACES.exists():
-        pytest.skip("no traces beside the repository")
-    trace = read(TRACES / f"{name}.jsonl.gz")
+    trace = public_trace(name)
 
     assert trace.block_tokens == block_tokens
     assert trace.ceiling() == pytest.approx(ceiling, abs=5e-5)
