@@ -12,7 +12,7 @@ _LOST_AFTER_S = 2.0
 
 @dataclass(slots=True)
 class AttachedRank:
-    """Owned by the session. Questions change nothing; the session asks them before it adds."""
+    """Owned by the session. Questions change nothing; the session asks them before it adds a part."""
 
     stream_id: bytes  # of the stream by which it was let in
     stream_open: bool = True
@@ -39,17 +39,15 @@ class AttachedRank:
         if self.proof is not None:
             self.quiet_since_s = now_s
 
-    def refusal_of_manifest(self, manifest: Manifest) -> str | None:
-        """Return why a manifest cannot be true, or None."""
+    def take_manifest(self, manifest: Manifest) -> str | None:
+        """Note what a manifest lists; when it cannot be true, note nothing and return why."""
         listed = {part.part_id: part for part in manifest.parts}
         if len(listed) != len(manifest.parts):
             return "its manifest names a part twice"
         if any(listed.get(part_id) != part for part_id, part in self.landed.items()):
             return "a part landed that is not what the manifest says"
+        self.listed = listed
         return None
-
-    def add_manifest(self, manifest: Manifest) -> None:
-        self.listed = {part.part_id: part for part in manifest.parts}
 
     def lost(self, heard_until_s: float) -> str | None:
         """Return what is missing when all its writes have ended and yet a part was not announced here; else None.

@@ -167,7 +167,7 @@ class ReaderSession:
         name = f"rank {manifest.rank}"
         if rank.listed is not None:
             raise StaleMessageError(f"{self._name}: a second manifest of {name}")
-        refusal = rank.refusal_of_manifest(manifest)
+        refusal = rank.take_manifest(manifest)
         if refusal is not None:
             return self._abort(f"{name}: {refusal}", now_s)
         if manifest.rank == 0:
@@ -175,7 +175,6 @@ class ReaderSession:
                 return self._abort("the manifest of rank 0 has no first token", now_s)
             self.first_manifest = manifest
             self.times = Times(now_s, self.times.last_landed_s)
-        rank.add_manifest(manifest)
         return self._receive(now_s)
 
     def _receive(self, now_s: float) -> list[Action]:
