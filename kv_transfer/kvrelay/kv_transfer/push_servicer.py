@@ -12,7 +12,8 @@ from kvrelay.core.errors import InvalidRequestError, LayoutMismatchError, StaleM
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.types import Incarnation
-from kvrelay.proto.convert import check_request_id, incarnation_from_pb
+from kvrelay.kvcache.allocator import pages_of
+from kvrelay.proto.convert import check_request_id, incarnation_from_pb, runs_from_pb
 from kvrelay.proto.v1 import blocks_pb2, blocks_pb2_grpc
 
 
@@ -91,4 +92,4 @@ def picked_pages(request: blocks_pb2.PushRequest) -> tuple[int, ...] | None:
     """Return which pages of the blocks are asked for, in order; None when all are."""
     if not request.pages:
         return None
-    return tuple(run.first_page + i for run in request.pages for i in range(run.num_pages))
+    return tuple(pages_of(runs_from_pb(request.pages)))

@@ -25,6 +25,7 @@ from kvrelay.kv_transfer.local import Limits, LocalPool
 from kvrelay.kv_transfer.session_table import State
 from kvrelay.kv_transfer.values import MAX_RING_SIZE, Request, Reservation
 from kvrelay.kv_transfer.wire import address_to_pb, checksum_kind_to_pb, request_to_pb
+from kvrelay.kvcache.allocator import pages_of
 from kvrelay.proto.convert import epoch_to_pb, incarnation_to_pb, ms_to_pb, runs_to_pb
 from kvrelay.proto.v1 import decode_pb2, handoff_pb2
 
@@ -96,7 +97,7 @@ class ReaderHub:
             Then the pages stay the caller's.
         """
         layout = self._pool.layout
-        pages = tuple(run.first_page + i for run in runs for i in range(run.num_pages))
+        pages = tuple(pages_of(runs))
         assert len(pages) == layout.pages_for(prompt_tokens), f"{len(pages)} pages for {prompt_tokens} tokens"
         self._check_reserve(request, writer, ring_size, resident_tokens, prompt_tokens)
         slot = self._sessions.slots.take()

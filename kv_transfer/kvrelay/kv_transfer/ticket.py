@@ -13,6 +13,7 @@ from kvrelay.core.types import Epoch, Incarnation
 from kvrelay.kv_transfer.transport import Address
 from kvrelay.kv_transfer.values import MAX_RING_SIZE, ChecksumKind, Request
 from kvrelay.kv_transfer.wire import address_from_pb, checksum_kind_from_pb, request_from_pb
+from kvrelay.kvcache.allocator import pages_of
 from kvrelay.proto.convert import epoch_from_pb, incarnation_from_pb, runs_from_pb
 from kvrelay.proto.v1 import handoff_pb2
 
@@ -57,7 +58,7 @@ def open_ticket(ticket: handoff_pb2.Ticket, *, writer: Incarnation, rank: int, l
     end = max((run.first_page + run.num_pages for run in runs), default=0)
     if end > address.pool_pages:
         raise InvalidRequestError(f"page {end - 1} of a pool of {address.pool_pages} pages")
-    pages = tuple(run.first_page + i for run in runs for i in range(run.num_pages))
+    pages = tuple(pages_of(runs))
     digest = destination_digest(
         ring_size=ticket.ring_size,
         prompt_tokens=ticket.prompt_tokens,
