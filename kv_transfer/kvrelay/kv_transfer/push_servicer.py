@@ -8,10 +8,11 @@ from typing import Any
 from grpc import aio
 
 from kvrelay.core import tracing
-from kvrelay.core.errors import InvalidRequestError, LayoutMismatchError, StaleMessageError, UnavailableError
+from kvrelay.core.errors import InvalidRequestError, StaleMessageError, UnavailableError
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.types import Incarnation
+from kvrelay.kv_transfer.ticket import check_layout
 from kvrelay.kvcache.allocator import pages_of
 from kvrelay.proto.convert import check_request_id, incarnation_from_pb, runs_from_pb
 from kvrelay.proto.v1 import blocks_pb2, blocks_pb2_grpc
@@ -69,10 +70,7 @@ class PushServicer(blocks_pb2_grpc.BlockSourceServicer):
             raise StaleMessageError(
                 f"the ticket is for {writer} with {ticket.ring_size} ranks, this is {self._node} with {self._ring_size}"
             )
-        if ticket.layout_fingerprint != layout.fingerprint:
-            raise LayoutMismatchError(
-                f"layout {ticket.layout_fingerprint.hex()} of the ticket, {layout.fingerprint.hex()} here"
-            )
+        check_layout(ticket, layout)
         num_blocks = len(request.block_hashes)
         num_tokens = num_blocks * layout.block_tokens
         if request.pages:

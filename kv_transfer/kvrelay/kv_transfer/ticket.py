@@ -39,10 +39,7 @@ def open_ticket(ticket: handoff_pb2.Ticket, *, writer: Incarnation, rank: int, l
     named = incarnation_from_pb(ticket.writer)
     if named != writer:
         raise StaleMessageError(f"the ticket is for {named}, not {writer}")
-    if ticket.layout_fingerprint != layout.fingerprint:
-        raise LayoutMismatchError(
-            f"layout {ticket.layout_fingerprint.hex()} of the ticket, {layout.fingerprint.hex()} here"
-        )
+    check_layout(ticket, layout)
     if not 0 <= rank < ticket.ring_size <= MAX_RING_SIZE:
         raise InvalidRequestError(f"rank {rank} of a ring of {ticket.ring_size}, which has at most {MAX_RING_SIZE}")
     if ticket.resident_tokens > ticket.prompt_tokens:
@@ -68,6 +65,14 @@ def open_ticket(ticket: handoff_pb2.Ticket, *, writer: Incarnation, rank: int, l
     )
     kind = checksum_kind_from_pb(ticket.checksum_kind)
     return OpenedTicket(epoch_from_pb(ticket.epoch), request_from_pb(ticket.request), pages, address, digest, kind)
+
+
+def check_layout(ticket: handoff_pb2.Ticket, layout: PageLayout) -> None:
+    """Raise LayoutMismatchError when the pages of a ticket mean something else than ours."""
+    if ticket.layout_fingerprint != layout.fingerprint:
+        raise LayoutMismatchError(
+            f"layout {ticket.layout_fingerprint.hex()} of the ticket, {layout.fingerprint.hex()} here"
+        )
 
 
 def destination_digest(
