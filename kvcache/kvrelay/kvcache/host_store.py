@@ -55,7 +55,6 @@ class HostStore:
         """
         assert num_pages > 0, "a store has at least one page"
         layout = pool.layout
-        self.num_pages = num_pages
         self.page_bytes = layout.page_bytes_all_layers
         self._pool = pool
         num_bytes, free_bytes = num_pages * self.page_bytes, psutil.virtual_memory().available
