@@ -114,13 +114,14 @@ def test_c2_c8_a_part_that_is_dropped_is_missed_in_seconds(fleet: Fleet) -> None
     assert fleet.retries() > retries
 
 
-@pytest.mark.parametrize("kind", ["duplicate", "delay"])
+@pytest.mark.parametrize(("kind", "count"), [("duplicate", 2), ("delay", 1)])
 @pytest.mark.sabotage("parts_in_order_only")
-def test_c2_parts_that_come_twice_or_in_another_order_change_nothing(fleet: Fleet, kind: str) -> None:
+def test_c2_parts_that_come_twice_or_in_another_order_change_nothing(fleet: Fleet, kind: str, count: int) -> None:
     """C2. Duplicated, reordered: no attempt fails."""
     retries = fleet.retries()
     fleet.serve_on("prefill-0")
-    fleet.arm("prefill-0", "part", kind, skip=2, count=2, seconds=1.0)
+    # Where decode has most of the prompt already there are four parts: of two late ones nobody would overtake either.
+    fleet.arm("prefill-0", "part", kind, skip=2, count=count, seconds=1.0)
     right(fleet, 320 + len(kind))
     assert fleet.remote.hits("prefill-0").get(f"part:{kind}")
     assert fleet.retries() == retries
