@@ -54,15 +54,15 @@ def a_fleet(rng: random.Random, num_nodes: int) -> list[NodeView]:
     ]  # fmt: skip
 
 
-def some_loads(rng: random.Random, nodes: list[NodeView]) -> dict[Incarnation, Load]:
+def some_loads(rng: random.Random, nodes: list[NodeView], *, turns: bool) -> dict[Incarnation, Load]:
     busy = rng.sample(nodes, len(nodes) // 2)
     return {
         node.incarnation: Load(
             rng.randrange(9), rng.randrange(5000), rng.randrange(200),
             tuple(rng.choice((0.01, 0.3, 5.0)) for _ in range(rng.randrange(4))), rng.choice((0.0, 3.0, 60.0)),
-            rng.randrange(200_000),
+            rng.randrange(200_000), turn if turns else 0,
         )
-        for node in busy
+        for turn, node in enumerate(busy, 1)
     }  # fmt: skip
 
 
@@ -73,6 +73,8 @@ def columns_of(loads: dict[Incarnation, Load]) -> LoadColumns:
         columns.worked(node, load.recent_s)
         for work_s in load.works_s:
             columns.put(node, work_s)
+        if load.turn:
+            columns.count_turn([node])
     return columns
 
 
@@ -91,7 +93,9 @@ def outcome(choose: object) -> tuple[object, ...]:
 def test_the_choice_among_many_is_that_of_the_scan_over_all(seed: int, extra: int, strict: bool) -> None:
     rng = random.Random(seed)
     nodes = a_fleet(rng, SMALL_FLEET + extra)
-    own, others = some_loads(rng, nodes), some_loads(rng, nodes) if rng.random() < 0.5 else {}
+    own, others = some_loads(rng, nodes, turns=True), {}
+    if rng.random() < 0.5:
+        others = some_loads(rng, nodes, turns=False)
     prompt = rng.choice((1, 63, 1000, 50_000))
     holders = rng.sample(nodes, rng.choice((0, 3, len(nodes))))
     cached = {one.incarnation: rng.choice((PAGE, prompt // 2 // PAGE * PAGE, prompt)) for one in holders}

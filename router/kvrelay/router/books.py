@@ -98,6 +98,7 @@ class Books:
             shares.append(Share(pair.decode.incarnation, pages=decode_pages, context=context))
         entry = Entry(self, tuple(shares), hashes, self._clock(), on_computed=on_computed)
         self._put(entry)
+        self._columns.count_turn(share.node for share in shares)
         if self._columns.num_nodes > _MAX_REMEMBERED:
             self._columns.forget_idle(keep=_LEAST_REMEMBERED)
         return entry

@@ -88,18 +88,25 @@ def explained(pair: Pair, *, prompt_tokens: int, confidence: Confidence, cached:
         elif local is not None and node.role is Role.PREFILL:
             verdict = f"not needed unless {local.node.incarnation.name} lacks more than was thought"
         elif node.incarnation in chosen:
-            verdict = "chosen"
+            is_shared = node.role is Role.DECODE and pair.why_shared
+            verdict = f"chosen: {pair.why_shared}" if is_shared else "chosen"
         elif one.must_evict:
             verdict = "would have to evict blocks"
-        elif one.total_s - best_s.get(node.role, one.total_s) < 1e-6:
-            verdict = "costs the same as the chosen one"
         else:
-            verdict = f"costs {one.total_s - best_s.get(node.role, one.total_s):.3g} s more than the chosen one"
+            verdict = _beside(one.total_s - best_s.get(node.role, one.total_s))
+            if node.incarnation in pair.near:
+                verdict += ": within noise of the best, its turn comes later"
         tokens = cached.get(node.incarnation.name, 0)
         candidates.append(
             Candidate(node.incarnation.name, node.role, node.ring_size, tokens, one.total_s, one.parts, verdict)
         )
     return Decision(prompt_tokens, confidence, tuple(candidates), pair.refused, pair.way)
+
+
+def _beside(more_s: float) -> str:
+    if abs(more_s) < 1e-6:
+        return "costs the same as the chosen one"
+    return f"costs {abs(more_s):.3g} s {'more' if more_s > 0.0 else 'less'} than the chosen one"
 
 
 def decision_to_pb(decision: Decision) -> fleet_pb2.ExplainReply:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -34,6 +34,8 @@ class LoadColumns(Mapping[Incarnation, Load]):
         self.tokens: Ints = np.zeros(_LEAST_ROOM, np.int64)
         self.pages: Ints = np.zeros(_LEAST_ROOM, np.int64)
         self.context: Ints = np.zeros(_LEAST_ROOM, np.int64)
+        self.turn: Ints = np.zeros(_LEAST_ROOM, np.int64)  # number of the latest request, see `count_turn`
+        self._turns = 0
         self._recent: Floats = np.zeros(_LEAST_ROOM)  # in units that were seconds at _unit_s
         self._unit_s = 0.0
         self._fade = 1.0  # what is left now of a unit
@@ -124,6 +126,12 @@ class LoadColumns(Mapping[Incarnation, Load]):
         self._recent[self.slot(node)] += work_s / self._fade
         self._changed.add(node)
 
+    def count_turn(self, nodes: Iterable[Incarnation]) -> None:
+        """Note that a request was placed on these nodes, later than all before."""
+        self._turns += 1
+        for node in nodes:
+            self.turn[self.slot(node)] = self._turns
+
     def recent_s(self) -> Floats:
         """Return what is left of the recent work of each slot's node."""
         return self._recent * self._fade
@@ -136,7 +144,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
             slot = self._slots.pop(node)
             self._changed.add(node)
             self._nodes[slot] = None
-            for column in (self.requests, self.tokens, self.pages, self.context, self._recent):
+            for column in (self.requests, self.tokens, self.pages, self.context, self.turn, self._recent):
                 column[slot] = 0
             self._free.append(slot)
             self.version += 1
@@ -159,11 +167,12 @@ class LoadColumns(Mapping[Incarnation, Load]):
         works = self._works.get(slot)
         requests, recent_s = self.requests[slot], self._recent[slot]
         tokens, pages = self.tokens[slot], self.pages[slot]
-        if not (works or requests or tokens or pages or recent_s):
+        turn = int(self.turn[slot])
+        if not (works or requests or tokens or pages or recent_s or turn):
             return default
         works_s = tuple(works.values()) if works else ()
         context = int(self.context[slot])
-        return Load(int(requests), int(tokens), int(pages), works_s, float(recent_s) * self._fade, context)
+        return Load(int(requests), int(tokens), int(pages), works_s, float(recent_s) * self._fade, context, turn)
 
     def take_changed(self) -> set[Incarnation]:
         """Return the nodes whose load has changed since this was last asked; that it fades is no change."""
@@ -182,7 +191,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
     def _make_room(self, slot: int) -> None:
         if slot >= len(self.requests):
             self.requests, self.tokens, self.pages = _longer(self.requests), _longer(self.tokens), _longer(self.pages)
-            self.context, self._recent = _longer(self.context), _longer(self._recent)
+            self.context, self.turn, self._recent = _longer(self.context), _longer(self.turn), _longer(self._recent)
 
 
 def _longer(column: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -6,7 +6,7 @@ Prefill and decode are chosen together: both of one page layout, by the sum of t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,15 @@ from kvrelay.router.score import (
     Question,
     Score,
     decode_score,
+    further_link_s,
     local_score,
     prefill_score,
     work_s,
 )
+from kvrelay.router.sharing import near_equals, why_first
 
 if TYPE_CHECKING:
+    from kvrelay.core.types import Incarnation
     from kvrelay.router.fleet import NodeView
 
 __all__ = [
@@ -58,6 +61,8 @@ class Pair:
     late_pull: Pull | None = field(
         default=None, compare=False
     )  # set: it does if it has not yet what is on its way there
+    near: frozenset[Incarnation] = field(default=frozenset(), compare=False)  # decode nodes that were as good, and
+    why_shared: str = ""  # why of several it is this one
 
     def backlog_s(self) -> float:
         """Return the predicted time of what goes before it."""
@@ -96,12 +101,17 @@ def longest_served(nodes: Iterable[NodeView]) -> int:
 
 
 def place(
-    nodes: Sequence[NodeView], question: Question, *, sources: Mapping[bytes, Sequence[NodeView]] | None = None
+    nodes: Sequence[NodeView],
+    question: Question,
+    *,
+    sources: Mapping[bytes, Sequence[NodeView]] | None = None,
+    near: Callable[[NodeView, Score], list[Score]] | None = None,
 ) -> Pair:
     """Choose the prefill and the decode node of a request together: both of one layout.
 
     Args:
         sources: nodes that prefill may fetch cached tokens from, see `fetch.sources_of`; None = those among `nodes`.
+        near: returns what `near_equals` finds of the best pair; None = those among `nodes`.
 
     Raises:
         InvalidRequestError: no node could ever hold the request; names the pages.
@@ -116,9 +126,11 @@ def place(
     sources = sources_of(nodes, question) if sources is None else sources
     scores: list[Score] = []
     choices: list[tuple[Score, Score | None]] = []
+    decodes_of: dict[bytes, list[Score]] = {}
     for layout, (prefills, decodes) in groups.items():
         of_prefill = _prefill_scores(prefills, question, sources.get(layout, ()))
         of_decode = [decode_score(node, question) for node in decodes] if question.needs_decode else []
+        decodes_of[layout] = of_decode
         scores += [*of_prefill, *of_decode]
         if of_prefill and (of_decode or not question.needs_decode):
             choices.append(_best(of_prefill, of_decode, question))
@@ -129,13 +141,19 @@ def place(
     if decode is None:
         pair = Pair(node, None, question.remaining(node), refused, work_s(node, question), tuple(scores))
         return _fetched(pair, prefill.pull, question, sources)
-    handed_s = prefill.total_s + decode.total_s + _link_s(node, decode.node, question)
+    equals = near(node, decode) if near else near_equals(node, decode, decodes_of[node.layout_fingerprint], question)
+    decode = equals[0]
+    scores += [one for one in equals if all(one.node is not other.node for other in scores)]
+    handed_s = prefill.total_s + decode.total_s + further_link_s(node, decode.node, question)
     local, why = _best_local(groups, question, choices, decode, handed_s)
     if local is not None:
         backup, tokens, compute = _of_layout(choices, local.node), local.local_tokens, local.parts["compute_s"]
         return Pair(backup, local.node, tokens, refused, compute, tuple(scores), local, why)
     remaining, work = question.remaining(node), work_s(node, question)
-    pair = Pair(node, decode.node, remaining, refused, work, tuple(scores), way=why)
+    pair = Pair(
+        node, decode.node, remaining, refused, work, tuple(scores), way=why,
+        near=frozenset(one.node.incarnation for one in equals), why_shared=why_first(equals, question),
+    )  # fmt: skip
     return _fetched(pair, prefill.pull, question, sources)
 
 
@@ -221,15 +239,8 @@ def _best(prefills: list[Score], decodes: list[Score], question: Question) -> tu
 def _order(prefill: Score, decode: Score | None, question: Question) -> tuple[object, ...]:
     if decode is None:
         return prefill.order
-    total_s = prefill.total_s + decode.total_s + _link_s(prefill.node, decode.node, question)
+    total_s = prefill.total_s + decode.total_s + further_link_s(prefill.node, decode.node, question)
     return decode.must_evict, round(total_s, 6), *prefill.order[2:], *decode.order[2:]
-
-
-def _link_s(prefill: NodeView, decode: NodeView, question: Question) -> float:
-    """Return how much longer the hand-off takes on this link than the decode node's score has it."""
-    if not question.usual_link_s:
-        return 0.0
-    return question.remaining(decode) * (question.link_s(prefill, decode) - decode.cost.relay_token_s)
 
 
 def refusal(node: NodeView, question: Question) -> str | None:

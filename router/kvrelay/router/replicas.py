@@ -149,4 +149,5 @@ def _sum(one: Load, other: Load) -> Load:
         one.works_s + other.works_s,
         one.recent_s + other.recent_s,
         one.context + other.context,
+        one.turn + other.turn,  # only one's own are numbered
     )

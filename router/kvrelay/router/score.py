@@ -38,6 +38,7 @@ class Load:
     works_s: tuple[float, ...] = field(default=(), compare=False)  # predicted time of each request's tokens
     recent_s: float = field(default=0.0, compare=False)  # work given to the node lately, fading
     context: int = field(default=0, compare=False)  # tokens that the requests will have in a decode step
+    turn: int = field(default=0, compare=False)  # number of this router's latest request here; 0 = none yet
 
 
 NO_LOAD = Load()
@@ -188,6 +189,13 @@ def decode_score(node: NodeView, question: Question) -> Score:
     }
     must_evict = node.free_pages - load.pages < question.pages(node)
     return Score(node, parts, sum(parts.values()), must_evict, step_s=step)
+
+
+def further_link_s(prefill: NodeView, decode: NodeView, question: Question) -> float:
+    """Return how much longer the hand-off takes on this link than the decode node's score has it."""
+    if not question.usual_link_s:
+        return 0.0
+    return question.remaining(decode) * (question.link_s(prefill, decode) - decode.cost.relay_token_s)
 
 
 def local_score(node: NodeView, question: Question, *, prefill: NodeView) -> Score | None:

@@ -17,7 +17,8 @@ from kvrelay.core.types import Incarnation, Role
 from kvrelay.router.fetch_columns import FetchColumns
 from kvrelay.router.load_columns import LoadColumns
 from kvrelay.router.placement import Pair, place, refusal
-from kvrelay.router.score import CROWDING, EVENNESS, EVICTION, Question
+from kvrelay.router.score import CROWDING, EVENNESS, EVICTION, Question, Score, decode_score
+from kvrelay.router.sharing import DecodeColumns
 
 if TYPE_CHECKING:
     from kvrelay.router.fleet import NodeView
@@ -38,7 +39,7 @@ _COSTS = (
     "context_token_s",
 )  # fmt: skip
 
-_LOADS = ("requests", "tokens", "pages", "context")
+_LOADS = ("requests", "tokens", "pages", "context", "turn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +99,15 @@ class Roster:
         held = cached if question.held_tokens is None else self._by_row(question.held_tokens)
         rows = self._columns.fetches.sources(question, held)
         sources = {layout: [self.nodes[row] for row in of_layout] for layout, of_layout in rows.items()}
-        few, refused = self._columns.shortlist(question, cached, loads, sources)
+        few, refused, decodes = self._columns.shortlist(question, cached, loads, sources)
         if not few:
             return place(self.nodes, question)  # it says why nothing is left
-        pair = place([self.nodes[row] for row in few], question, sources=sources)
+
+        def near(prefill: NodeView, best: Score) -> list[Score]:
+            rows = decodes.near_equals(prefill, best, question, most=_KEPT)
+            return [decode_score(self.nodes[row], question) for row in rows]
+
+        pair = place([self.nodes[row] for row in few], question, sources=sources, near=near)
         return replace(pair, refused={**self._reasons(refused, question), **pair.refused})
 
     def _by_row(self, tokens: Mapping[Incarnation, int]) -> Ints:
@@ -119,6 +125,7 @@ class Roster:
 class _Columns:
     def __init__(self, nodes: Sequence[NodeView]) -> None:
         self._nodes = [node.incarnation for node in nodes]
+        self._row = {node: row for row, node in enumerate(self._nodes)}
         self._ints = {name: np.array([getattr(node, name) for node in nodes], np.int64) for name in _INTS}
         self._cost = {name: np.array([getattr(node.cost, name) for node in nodes], float) for name in _COSTS}
         self._draining = np.array([node.draining for node in nodes])
@@ -126,10 +133,10 @@ class _Columns:
         self._is_prefill = np.array([node.role is Role.PREFILL for node in nodes])
         layouts = {node.layout_fingerprint: number for number, node in enumerate(nodes)}
         layout = np.array([layouts[node.layout_fingerprint] for node in nodes])
-        self._groups = [
-            _Group(*(np.flatnonzero((layout == one) & is_role) for is_role in (self._is_prefill, ~self._is_prefill)))
-            for one in layouts.values()
-        ]
+        self._groups = {
+            name: _Group(*(np.flatnonzero((layout == one) & of) for of in (self._is_prefill, ~self._is_prefill)))
+            for name, one in layouts.items()
+        }
         by_name = sorted(range(len(nodes)), key=lambda row: nodes[row].incarnation.name)
         self._name_rank = np.empty(len(nodes), np.int64)
         self._name_rank[by_name] = np.arange(len(nodes))
@@ -154,8 +161,8 @@ class _Columns:
         cached: Ints,
         loads: Sequence[LoadColumns],
         sources: Mapping[bytes, Sequence[NodeView]],
-    ) -> tuple[list[int], list[int]]:
-        """Return (rows that may be chosen, rows that cannot take the request)."""
+    ) -> tuple[list[int], list[int], DecodeColumns]:
+        """Return (rows that may be chosen, rows that cannot take the request, what near equals are found by)."""
         ints = self._ints
         usable = np.zeros_like(cached)
         has_some = np.flatnonzero(cached)  # few nodes have anything, and most of what follows is the same without
@@ -177,12 +184,14 @@ class _Columns:
         prefill_s = fetch_s + self._prefill_s(compute_s, alone_s, ahead_s, works_s, pages, placed["tokens"])
         decode_s, steps_s, must_evict = self._decode_s(question, usable, has_some, pages, placed)
         few: set[int] = set()
-        for group in self._groups:
+        rows: dict[bytes, Ints] = {}
+        for layout, group in self._groups.items():
             prefill, decode = group.prefill[takes[group.prefill]], group.decode[takes[group.decode]]
             if not len(prefill) or (question.needs_decode and not len(decode)):
                 continue
             least = recent_s[prefill].min()
             total_s = prefill_s[prefill] + EVENNESS * (recent_s[prefill] - least)
+            rows[layout] = decode
             best = self._best(prefill, total_s, np.zeros(len(prefill), bool))
             few.update(best)
             few.add(int(prefill[recent_s[prefill].argmin()]))  # evenness is relative to it
@@ -191,7 +200,11 @@ class _Columns:
                 near, tokens = self._near(decode, question, cached)
                 local_s = self._local_s(near, tokens, question, best[0], placed)
                 few.update(self._best(near, works_s[near] + local_s + steps_s[near], must_evict[near]))
-        return sorted(few), np.flatnonzero(~takes).tolist()
+        decodes = DecodeColumns(
+            self._row, rows, decode_s, must_evict, usable, self._active(placed), placed["turn"],
+            self._cost["relay_token_s"], self._name_rank,
+        )  # fmt: skip
+        return sorted(few), np.flatnonzero(~takes).tolist(), decodes
 
     def _pages(self, question: Question) -> Ints:
         """Return the pages that the request takes of each node; nearly all have pages of one size."""
