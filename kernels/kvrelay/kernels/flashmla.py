@@ -5,14 +5,15 @@ Shapes in this file: B sequences, P pages, S page_tokens, N heads, C latent, W =
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kvrelay.kernels.optional import import_refuses
 from kvrelay.kernels.paged_plan import PagedPlan
 
+_MODULE = "flash_mla.flash_mla_interface"
 _KEY = "flashmla"
 
 
@@ -28,8 +29,6 @@ def flashmla_refuses(
     """Return None, or the reason it cannot or should not run."""
     if device != "cuda":
         return f"runs on cuda, not {device}"
-    if find_spec("flash_mla") is None:
-        return "package sgl-flash-mla is not installed"
     if torch.cuda.get_device_capability()[0] != 9:
         return f"its dense kernel is for Hopper, not compute capability {torch.cuda.get_device_capability()}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -40,7 +39,7 @@ def flashmla_refuses(
         return f"takes pages of 64 rows, not {page_tokens}"
     if num_heads % 64:
         return f"works on 64 heads at a time, of which {num_heads} fill a part: Triton is faster there"
-    return None
+    return import_refuses(_MODULE, "sgl-flash-mla")
 
 
 def load_flashmla() -> Attend:

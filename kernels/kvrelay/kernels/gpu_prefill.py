@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from kvrelay.kernels.optional import import_refuses
 
 if TYPE_CHECKING:
     from kvrelay.kernels.mla_prefill import Problem, Ragged
@@ -31,14 +32,12 @@ def flash4_refuses(problem: Problem) -> str | None:
     why = _half_on_cuda(problem)
     if why is not None:
         return why
-    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
-        return "package flash-attn-4 is not installed"
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         return f"is for Hopper and Blackwell, not compute capability {torch.cuda.get_device_capability()}"
     widths = problem.key_width, problem.value_width
     if widths != MLA_WIDTHS and not (widths[0] == widths[1] <= 128 and widths[0] % 8 == 0):
         return f"takes heads of 192/128, or of one width up to 128, not {widths[0]}/{widths[1]}"
-    return None
+    return import_refuses("flash_attn.cute", "flash-attn-4")
 
 
 def cudnn_refuses(problem: Problem) -> str | None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
 
 import torch
+
+from kvrelay.kernels.optional import import_refuses
 
 
 @functools.cache  # asked in every layer of every step
 def triton_refuses(device: str) -> str | None:
     """Return None, or the reason; on a CPU they run in Triton's interpreter, for checking (TRITON_INTERPRET=1)."""
-    if find_spec("triton") is None:
-        return "triton is not installed"
+    why = import_refuses("triton", "triton")
+    if why is not None:
+        return why
     from triton import knobs  # noqa: PLC0415 - optional, and slow to import
 
     if device == "cuda":
