@@ -10,7 +10,7 @@ from importlib import import_module
 def import_refuses(module: str, package: str) -> str | None:
     """Return None, or the reason `module` cannot be imported; `package` is what a user would install.
 
-    Imports it: a package whose own needs are missing, or whose libraries fit another machine, is found but does not load.
+    Imports it: a package whose needs are missing, or whose libraries fit another machine, is found but does not load.
     """
     try:
         import_module(module)
