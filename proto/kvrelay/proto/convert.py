@@ -37,11 +37,23 @@ def ms_to_pb(seconds: float) -> int:
 
 def pack_ids(token_ids: npt.ArrayLike) -> bytes:
     """Return token ids as little-endian uint32 bytes."""
-    return np.ascontiguousarray(token_ids, dtype="<u4").tobytes()
+    ids = np.asarray(token_ids)
+    if ids.dtype != np.dtype("<i4"):  # whose bytes they are already
+        ids = ids.astype("<u4", copy=False)
+    return ids.tobytes()
 
 
 def unpack_ids(packed: bytes) -> npt.NDArray[np.int32]:
-    """Return packed token ids as int32.
+    """Return packed token ids as int32, in memory of their own.
+
+    Raises:
+        InvalidRequestError: as `view_ids`.
+    """
+    return view_ids(packed).copy()
+
+
+def view_ids(packed: bytes) -> npt.NDArray[np.int32]:
+    """Return packed token ids as int32 where they lie; not to be written to.
 
     Raises:
         InvalidRequestError: the length is no multiple of four, or an id does not fit 31 bits.
@@ -51,7 +63,7 @@ def unpack_ids(packed: bytes) -> npt.NDArray[np.int32]:
     ids = np.frombuffer(packed, dtype="<u4")
     if ids.size and int(ids.max()) > 0x7FFFFFFF:
         raise InvalidRequestError(f"token id {int(ids.max())} is over the limit of {0x7FFFFFFF}")
-    return ids.astype(np.int32)
+    return ids.view("<i4")
 
 
 def check_request_id(request_id: str) -> None:

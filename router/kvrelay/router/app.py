@@ -10,7 +10,7 @@ from pathlib import Path
 import uvloop
 from grpc import aio
 
-from kvrelay.core import otel, pace, telemetry
+from kvrelay.core import freed_memory, otel, pace, telemetry
 from kvrelay.core.address import advertised
 from kvrelay.core.health import ProgressWatch
 from kvrelay.core.lifecycle import StopSignals, announce_ready, die, end_process, new_incarnation, set_up_logging
@@ -206,6 +206,7 @@ async def serve(settings: RouterSettings) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run a router with the options of its command line."""
+    freed_memory.keep()
     settings = load(RouterSettings, list(argv), prog="kvrelay router")
     set_up_logging(settings.log_level, settings.log_format)
     watch_threads(die)

@@ -74,7 +74,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.PreviewRequest, context: aio.ServicerContext[Any, Any]
     ) -> fleet_pb2.ExplainReply:
         async with grpc_status(context):
-            ids_T = convert.unpack_ids(request.packed_ids)
+            ids_T = convert.view_ids(request.packed_ids)
             if not len(ids_T) or not request.max_tokens:
                 raise InvalidRequestError(f"{len(ids_T)} prompt tokens and max_tokens {request.max_tokens}: no request")
             return decision_to_pb(await self._preview(token_ids=ids_T, max_tokens=request.max_tokens))

@@ -108,7 +108,7 @@ def validate(ids_T: npt.NDArray[np.uint32 | np.int32], sampling: common_pb2.Samp
             f"{len(ids_T)} prompt tokens and max_tokens {max_tokens} are {len(ids_T) + max_tokens} in all; "
             f"the limit is {limits.max_model_len}"
         )
-    prompt_T = ids_T.astype(np.int32)
+    prompt_T = ids_T.view(np.int32)
     prompt_T.flags.writeable = False
     return ValidRequest(prompt_T, _sampling(sampling, max_tokens, limits), tuple(sampling.stop_strings), _VALIDATED)
 
@@ -129,9 +129,9 @@ def _sampling(message: common_pb2.Sampling, max_tokens: int, limits: Limits) -> 
 def _check_prompt(ids_T: npt.NDArray[np.uint32 | np.int32], limits: Limits) -> None:
     if not len(ids_T):
         raise InvalidRequestError("the prompt is empty; it needs at least one token")
-    wrong = (ids_T < 0) | (ids_T >= limits.vocab_size)
-    if wrong.any():
-        at = int(wrong.argmax())
+    as_unsigned_T = ids_T.view(np.uint32)  # what is below 0 is then over every limit
+    if int(as_unsigned_T.max()) >= limits.vocab_size:
+        at = int((as_unsigned_T >= limits.vocab_size).argmax())
         raise InvalidRequestError(
             f"token id {int(ids_T[at])} at position {at} is not below the vocabulary size {limits.vocab_size}"
         )
