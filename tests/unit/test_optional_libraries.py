@@ -37,7 +37,7 @@ def test_what_is_missing_is_named_as_a_user_would_install_it(packages: Path) -> 
     ids=["needs_another", "library", "own_check"],
 )
 def test_what_is_installed_and_does_not_load_is_refused_with_the_reason(
-    packages: Path, body: str, reason: str, request: pytest.FixtureRequest
+    packages: Path, body: str, reason: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = f"half_{request.node.callspec.id}_kvr"
     (packages / f"{name}.py").write_text(body)
@@ -47,3 +47,4 @@ def test_what_is_installed_and_does_not_load_is_refused_with_the_reason(
     assert why is not None
     assert why.startswith("package half does not load: ")
     assert reason in why
+    assert why in caplog.text
