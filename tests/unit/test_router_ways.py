@@ -213,6 +213,22 @@ def test_a_request_that_counts_on_what_is_on_its_way_says_where_it_could_be_had(
     assert place([P, D, HOLDER], replace(question, cached_tokens={P.incarnation: 3968, **cached})).late_pull is None
 
 
+def test_a_late_fetch_is_named_too_when_what_others_have_behind_it_is_sooner_computed() -> None:
+    """The holder has 64 tokens more than what is on its way: too few for a fetch of their own."""
+    question = asked(
+        4100,
+        cached_tokens={PULLS.incarnation: 3968, HOLDER.incarnation: 4032},
+        held_tokens={HOLDER.incarnation: 4032},
+    )
+
+    pair = place([PULLS, D, HOLDER], question)
+
+    assert (pair.pull, pair.remaining_tokens) == (None, 132)
+    assert "fetching 64 tokens from holder would take" in pair.way
+    assert pair.late_pull is not None
+    assert (pair.late_pull.source, pair.late_pull.upto, pair.late_pull.tokens) == (HOLDER, 3968, 3968)
+
+
 def test_prefill_nodes_are_compared_by_what_they_would_fetch() -> None:
     """The one that has the prompt is busy for a second; of the two idle ones the better link to it decides."""
     busy = prefill("busy", queued_tokens=10_000, chunk_tokens=512, links={"near": 1e-6, "far": 8e-5})

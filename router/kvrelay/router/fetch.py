@@ -49,15 +49,20 @@ def sources_of(nodes: Iterable[NodeView], question: Question) -> Mapping[bytes, 
     }
 
 
-def best_pull(prefill: NodeView, question: Question, sources: Iterable[NodeView]) -> Pull | None:
+def best_pull(
+    prefill: NodeView, question: Question, sources: Iterable[NodeView], *, most: int | None = None
+) -> Pull | None:
     """Return what a prefill node had best fetch of a prompt, from another node or from its own host memory; None when
     it cannot, or nobody has more than its pool.
 
     Args:
         sources: of its page layout; see `sources_of`.
+        most: no more than the prompt's first so many tokens; None = all whole blocks.
     """
     best = host_load(prefill, question)
     have, last_block = question.usable(prefill), (question.prompt_tokens - 1) // prefill.block_tokens
+    if most is not None:
+        last_block = min(last_block, most // prefill.block_tokens)
     saved_s: dict[int, float] = {}  # by what a source has: of many, most have the same
     for node in sources if prefill.pulls else ():
         upto = min(question.held(node), last_block * prefill.block_tokens)
@@ -85,10 +90,14 @@ def host_load(prefill: NodeView, question: Question) -> Pull | None:
 def late_pull(prefill: NodeView, question: Question, sources: Iterable[NodeView]) -> Pull | None:
     """Return what a prefill node should fetch if it finds that what counts as on its way to it is not even begun; None
     when nothing is, or computing is faster. Requests may overtake the one that was to fetch or compute it.
+
+    What others have behind that is not fetched with it: whether that pays is decided by itself.
     """
-    if question.held(prefill) >= question.usable(prefill) or question.held_tokens is None:
+    on_way = question.usable(prefill)
+    if question.held_tokens is None or question.held(prefill) >= on_way:
         return None
-    pull = best_pull(prefill, replace(question, cached_tokens=question.held_tokens, host_tokens={}), sources)
+    without = replace(question, cached_tokens=question.held_tokens, host_tokens={})
+    pull = best_pull(prefill, without, sources, most=on_way)
     return pull if pull is not None and pull.pays else None
 
 

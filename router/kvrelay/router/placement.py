@@ -159,9 +159,11 @@ def place(
 
 def _fetched(pair: Pair, pull: Pull | None, question: Question, sources: Mapping[bytes, Sequence[NodeView]]) -> Pair:
     """Return a pair whose prefill node fetches something, if that pays; either way it says why."""
-    if pull is None:
+    if pull is None or not pull.pays:
         of_layout = sources.get(pair.prefill.layout_fingerprint, ())
-        return replace(pair, late_pull=late_pull(pair.prefill, question, of_layout))
+        pair = replace(pair, late_pull=late_pull(pair.prefill, question, of_layout))
+    if pull is None:
+        return pair
     in_host = pull.source is pair.prefill
     name, saved = pull.source.incarnation.name, f"{pull.saved_s:.3g} s"
     where = "host memory" if in_host else name
