@@ -169,6 +169,7 @@ class Stage:
     decode_nodes: list[PlayedNode] = field(default_factory=list)
     is_local: bool = False  # what is placed may be completed by decode itself
     released: int = 0
+    begun: int = 0
     placed: int = 0
     put_aside: list[Incarnation] = field(default_factory=list)
 
@@ -187,7 +188,12 @@ class Stage:
             raise UnavailableError("no node left")
         self.placed += 1
         decode = decodes[0] if needs_decode else None
-        return Placed(prefills[0], decode, b"seed", Confidence.EXACT, self._release, is_local=self.is_local)
+        return Placed(
+            prefills[0], decode, b"seed", Confidence.EXACT, self._release, is_local=self.is_local, begun=self._begin
+        )  # fmt: skip
+
+    def _begin(self) -> None:
+        self.begun += 1
 
     def _release(self) -> None:
         self.released += 1

@@ -34,6 +34,7 @@ async def test_the_first_token_comes_from_prefill_and_the_rest_from_decode() -> 
     assert tokens_of(events) == ANSWER
     assert events[-1] == EndEvent(FinishReason.LENGTH)
     assert convert.unpack_ids(stage.prefill[0].calls[0].packed_ids).tolist() == list(range(100))
+    assert stage.begun == 1  # what was to be fetched is there
     assert not stage.prefill[0].aborts
     assert not stage.decode[0].aborts
     split = timer.split()

@@ -159,6 +159,7 @@ def a_word(router: str, loads: Mapping[Incarnation, Load], *, is_whole: bool = F
 some_load = st.builds(
     Load, st.integers(0, 3), st.integers(0, 900), st.integers(0, 9),
     st.lists(st.sampled_from((0.5, 2.0)), max_size=2).map(tuple), st.sampled_from((0.0, 8.0)),
+    fetches=st.lists(st.sampled_from((64, 4096)), max_size=2).map(tuple),
 )  # fmt: skip
 some_word = st.tuples(st.sampled_from("xyz"), st.dictionaries(st.sampled_from((A, B, D)), some_load), st.booleans())
 
@@ -181,12 +182,13 @@ def test_the_columns_of_others_are_the_sum_of_what_each_told_last(
         for node in (A, B, D):
             each = [loads[node] for loads in last.values() if node in loads]
             sum_of = others.columns.get(node, Load())
-            counted = [one for one in each if one.requests or one.works_s or one.recent_s]
+            counted = [one for one in each if one.requests or one.works_s or one.recent_s or one.fetches]
             assert sum_of.requests == sum(one.requests for one in counted)
             assert (sum_of.tokens, sum_of.pages) == tuple(
                 sum(getattr(one, name) for one in counted) for name in ("tokens", "pages")
             )
             assert sorted(sum_of.works_s) == sorted(work for one in counted for work in one.works_s)
+            assert sorted(sum_of.fetches) == sorted(tokens for one in counted for tokens in one.fetches)
             assert sum_of.recent_s == pytest.approx(sum(one.recent_s for one in counted), abs=1e-9)
 
 
@@ -287,5 +289,6 @@ def test_loads_of_routers_add_up() -> None:
     assert together({A: Load(1, 10, 2, (0.5,), 1.0)}, {A: Load(2, 5, 0, (0.1, 0.2), 0.5), B: Load(1)}) == {
         A: Load(3, 15, 2), B: Load(1),
     }  # fmt: skip
-    summed = together({A: Load(works_s=(0.5,), recent_s=1.0)}, {A: Load(works_s=(0.1,), recent_s=0.5)})[A]
-    assert (summed.works_s, summed.recent_s) == ((0.5, 0.1), 1.5)
+    some = Load(works_s=(0.5,), recent_s=1.0, fetches=(64,))
+    summed = together({A: some}, {A: Load(works_s=(0.1,), recent_s=0.5, fetches=(9,))})[A]
+    assert (summed.works_s, summed.recent_s, summed.fetches) == ((0.5, 0.1), 1.5, (64, 9))

@@ -44,11 +44,18 @@ class Entry:
     entered_s: float = 0.0
     held_by: list[Incarnation] = field(default_factory=list)  # where its blocks are on their way, or are
     work: int = 0  # see `LoadColumns.put`
+    fetch: tuple[Incarnation, int] | None = None  # from where, see `LoadColumns.put_fetch`; None when over
     key: int = 0  # for its owner
     is_alone: bool = True  # nothing else was computed on its prefill node as long as it was
     is_computed: bool = False
     is_released: bool = False
     on_computed: Callable[[], None] = lambda: None
+
+    def fetched(self) -> None:
+        """What was to be fetched has come, or will not."""
+        if self.fetch is not None:
+            self.books.fetched(*self.fetch)
+            self.fetch = None
 
     def computed(self) -> None:
         """The prompt is computed and no work ahead any more; from here on decode has it too."""
@@ -99,6 +106,9 @@ class Books:
         entry = Entry(self, tuple(shares), hashes, self._clock(), on_computed=on_computed)
         self._put(entry)
         self._columns.count_turn(share.node for share in shares)
+        if pair.pull is not None:
+            source = pair.pull.source.incarnation
+            entry.fetch = source, self._columns.put_fetch(source, pair.pull.tokens)
         if self._columns.num_nodes > _MAX_REMEMBERED:
             self._columns.forget_idle(keep=_LEAST_REMEMBERED)
         return entry
@@ -131,6 +141,7 @@ class Books:
         entry.held_by.append(node)
 
     def _end_work(self, entry: Entry) -> None:
+        entry.fetched()
         for share in entry.shares:
             self._columns.add(share.node, tokens=-share.tokens)
         del self.accounts[entry.shares[0].node].at_work[id(entry)]
@@ -164,6 +175,10 @@ class Books:
         """
         node = self._columns.node
         return [(node(slot), count) for slot, count in self._blocks.longest(hashes).items()]
+
+    def fetched(self, source: Incarnation, at: int) -> None:
+        """For `Entry.fetched`."""
+        self._columns.take_fetch(source, at)
 
     def computed(self, entry: Entry, *, landed: bool) -> None:
         """For `Entry.computed`."""

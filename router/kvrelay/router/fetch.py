@@ -28,10 +28,17 @@ class Pull:
     tokens: int  # of these, the prefill node lacks
     transfer_s: float
     saved_s: float  # of computation
+    shared_s: float = 0.0  # of transfer_s: what other fetches from the source take of its link meanwhile
+    num_others: int = 0  # such fetches
 
     @property
     def pays(self) -> bool:
         return self.transfer_s < self.saved_s
+
+    def said_s(self) -> str:
+        """Return the time of the transfer in words."""
+        others = f", {self.shared_s:.3g} s of it by other fetches from there ({self.num_others})"
+        return f"{self.transfer_s:.3g} s{others if self.num_others else ''}"
 
 
 def sources_of(nodes: Iterable[NodeView], question: Question) -> Mapping[bytes, Sequence[NodeView]]:
@@ -68,12 +75,14 @@ def best_pull(
         upto = min(question.held(node), last_block * prefill.block_tokens)
         if upto <= have or node.incarnation == prefill.incarnation:
             continue
-        transfer = start_s(node, question) + (upto - have) * token_s(node, prefill, question)
+        others = question.load(node).fetches
+        shared, on_link_s = shared_tokens(upto - have, others), token_s(node, prefill, question)
+        transfer = start_s(node, question) + (upto - have + shared) * on_link_s
         if upto not in saved_s:
             saved_s[upto] = work_s(prefill, question) - work_s(prefill, question, cached=upto)
         saved = saved_s[upto]
         if best is None or saved - transfer > best.saved_s - best.transfer_s:
-            best = Pull(node, upto, upto - have, transfer, saved)
+            best = Pull(node, upto, upto - have, transfer, saved, shared * on_link_s, len(others))
     return best
 
 
@@ -107,6 +116,12 @@ def start_s(source: NodeView, question: Question) -> float:
         return PULL_START_S
     step_s = source.chunk_tokens * source.cost.token_s / source.ring_size
     return PULL_START_S + min(backlog_s(source, question.load(source)), _STEPS_AWAITED * step_s)
+
+
+def shared_tokens(tokens: int, others: Iterable[int]) -> int:
+    """Return what the link of a source carries of other fetches before one of so many tokens is over: all have equal
+    parts of it, so of each other one as much, or all that it has."""
+    return sum(min(tokens, other) for other in others)
 
 
 def token_s(source: NodeView, prefill: NodeView, question: Question) -> float:

@@ -72,7 +72,10 @@ class FetchColumns:
                 upto = np.minimum(held, last_block)
                 if held not in behind:
                     behind[held] = compute_s - compute_behind(upto)
-                takes = start_s(source, question) + (upto - usable) * self._token_s(source, question)
+                tokens = upto - usable
+                for other in question.load(source).fetches:  # see `fetch.shared_tokens`
+                    tokens = tokens + np.minimum(upto - usable, other)
+                takes = start_s(source, question) + tokens * self._token_s(source, question)
                 pays = may & (upto > usable) & (takes < behind[held])
                 pays[self._row[source.incarnation]] = False
                 better = pays & (behind[held] - takes > saved_s - transfer_s)

@@ -47,6 +47,8 @@ class LoadColumns(Mapping[Incarnation, Load]):
         self._num_works = 0
         self._free_works: list[int] = []
         self._works: dict[int, dict[int, float]] = {}  # slot -> its works, oldest first
+        self._fetches: dict[int, dict[int, int]] = {}  # slot -> tokens of what is fetched from it, oldest first
+        self._num_fetches = 0  # ever
 
     def slot(self, node: Incarnation) -> int:
         """Return the slot of a node; one that has none gets one."""
@@ -110,6 +112,20 @@ class LoadColumns(Mapping[Incarnation, Load]):
         self._changed.add(self.node(slot))
         self._free_works.append(at)
 
+    def put_fetch(self, source: Incarnation, tokens: int) -> int:
+        """Enter a fetch from a node; `take_fetch` it with what this returns."""
+        self._num_fetches += 1
+        self._fetches.setdefault(self.slot(source), {})[self._num_fetches] = tokens
+        self._changed.add(source)
+        return self._num_fetches
+
+    def take_fetch(self, source: Incarnation, at: int) -> None:
+        slot = self.slot(source)
+        del self._fetches[slot][at]
+        if not self._fetches[slot]:
+            del self._fetches[slot]
+        self._changed.add(source)
+
     def works(self) -> tuple[Floats, Ints]:
         """Return the works of all nodes in seconds, and the slots of their nodes; some are 0."""
         return self._work_s[: self._num_works], self._work_slot[: self._num_works]
@@ -138,7 +154,8 @@ class LoadColumns(Mapping[Incarnation, Load]):
 
     def forget_idle(self, *, keep: int) -> None:
         """Drop nodes that have nothing, those with the least recent work first, until so many are left."""
-        idle = [node for node, slot in self._slots.items() if not self.requests[slot] and slot not in self._works]
+        busy = self._works.keys() | self._fetches.keys()
+        idle = [node for node, slot in self._slots.items() if not self.requests[slot] and slot not in busy]
         idle.sort(key=lambda node: self._recent[self._slots[node]])
         for node in idle[: max(0, len(self._slots) - keep)]:
             slot = self._slots.pop(node)
@@ -167,12 +184,15 @@ class LoadColumns(Mapping[Incarnation, Load]):
         works = self._works.get(slot)
         requests, recent_s = self.requests[slot], self._recent[slot]
         tokens, pages = self.tokens[slot], self.pages[slot]
-        turn = int(self.turn[slot])
-        if not (works or requests or tokens or pages or recent_s or turn):
+        turn, fetches = int(self.turn[slot]), self._fetches.get(slot)
+        if not (works or requests or tokens or pages or recent_s or turn or fetches):
             return default
         works_s = tuple(works.values()) if works else ()
+        fetched = tuple(fetches.values()) if fetches else ()
         context = int(self.context[slot])
-        return Load(int(requests), int(tokens), int(pages), works_s, float(recent_s) * self._fade, context, turn)
+        return Load(
+            int(requests), int(tokens), int(pages), works_s, float(recent_s) * self._fade, context, fetched, turn
+        )  # fmt: skip
 
     def take_changed(self) -> set[Incarnation]:
         """Return the nodes whose load has changed since this was last asked; that it fades is no change."""

@@ -237,6 +237,8 @@ class Run:
             # What was there already, or what another request brought, was not asked of the source.
             if self.placed and source and not self.pulled_tokens and message.started.cached_tokens < source.tokens:
                 self.placed.not_pulled()
+            elif self.placed:
+                self.placed.begun()
             if not self._sent:
                 self._cached_tokens = message.started.cached_tokens
         elif kind == "progress":

@@ -19,6 +19,7 @@ class _Entered:
 
     load: NodeLoad
     works: tuple[int, ...]  # see `LoadColumns.put`
+    fetches: tuple[int, ...]  # see `LoadColumns.put_fetch`
     at_s: float
 
 
@@ -47,13 +48,15 @@ class OthersLoads:
                 node = convert.incarnation_from_pb(load.node)
                 if (before := nodes.pop(node, None)) is not None:
                     self._drop(node, before, now_s)
-                if load.requests or load.works_s or load.recent_s:
+                if load.requests or load.works_s or load.recent_s or load.fetch_tokens:
                     nodes[node] = self._enter(node, load, now_s)
 
     def _enter(self, node: Incarnation, load: NodeLoad, now_s: float) -> _Entered:
         self.columns.add(node, requests=load.requests, tokens=load.tokens, pages=load.pages, context=load.context)
         self.columns.worked(node, load.recent_s)
-        return _Entered(load, tuple(self.columns.put(node, work_s) for work_s in load.works_s), now_s)
+        works = tuple(self.columns.put(node, work_s) for work_s in load.works_s)
+        fetches = tuple(self.columns.put_fetch(node, tokens) for tokens in load.fetch_tokens)
+        return _Entered(load, works, fetches, now_s)
 
     def _drop(self, node: Incarnation, entered: _Entered, now_s: float) -> None:
         load = entered.load
@@ -61,6 +64,8 @@ class OthersLoads:
         self.columns.worked(node, -load.recent_s * math.exp((entered.at_s - now_s) / RECENT_S))
         for work in entered.works:
             self.columns.take(work)
+        for fetch in entered.fetches:
+            self.columns.take_fetch(node, fetch)
 
     def _drop_all(self, router: str, now_s: float) -> None:
         nodes = self._entered[router]

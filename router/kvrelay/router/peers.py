@@ -51,6 +51,7 @@ class Placed:
     pull_from: PullFrom | None = None
     is_local: bool = False  # the decode node may compute what it lacks itself; `prefill` is for when it does not
     handed_over: Callable[[], None] = _nothing  # to be called when the decode node does not
+    begun: Callable[[], None] = _nothing  # to be called when the prefill node computes, having fetched what it was to
     not_pulled: Callable[[], None] = _nothing  # to be called when the prefill node got nothing from `pull_from`
 
 

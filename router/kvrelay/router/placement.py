@@ -169,10 +169,10 @@ def _fetched(pair: Pair, pull: Pull | None, question: Question, sources: Mapping
     where = "host memory" if in_host else name
     if not pull.pays:
         what = f"{'loading' if in_host else 'fetching'} {pull.tokens} tokens from {where}"
-        said = f"{what} would take {pull.transfer_s:.3g} s, computing them {saved}"
+        said = f"{what} would take {pull.said_s()}, computing them {saved}"
         return replace(pair, way="; ".join(filter(None, (pair.way, said))))
     what = f"{name} loads {pull.tokens} tokens from {where}" if in_host else f"pull from {name} {pull.tokens} tokens"
-    said = f"{what} in {pull.transfer_s:.3g} s, computing them {saved}"
+    said = f"{what} in {pull.said_s()}, computing them {saved}"
     return replace(
         pair,
         way="; ".join(filter(None, (pair.way, said))),

@@ -206,6 +206,7 @@ class IndexPlacer:
             is_local=pair.local is not None,
             pull_from=None if pull is None else PullFrom(pull.source, pull.upto),
             handed_over=lambda: self._books.replan(entry, _all_by_prefill(choice, decode_pages)),
+            begun=entry.fetched,
             not_pulled=lambda: self._not_pulled(entry, choice, decode_pages, pull),
         )
         return self._given_out(placed, entry, _explained(work, choice))

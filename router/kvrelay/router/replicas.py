@@ -116,6 +116,7 @@ def _record(node: Incarnation, loads: Mapping[Incarnation, Load]) -> NodeLoad:
         works_s=load.works_s,
         recent_s=load.recent_s,
         context=load.context,
+        fetch_tokens=load.fetches,
     )
 
 
@@ -149,5 +150,6 @@ def _sum(one: Load, other: Load) -> Load:
         one.works_s + other.works_s,
         one.recent_s + other.recent_s,
         one.context + other.context,
+        one.fetches + other.fetches,
         one.turn + other.turn,  # only one's own are numbered
     )

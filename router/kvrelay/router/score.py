@@ -38,6 +38,7 @@ class Load:
     works_s: tuple[float, ...] = field(default=(), compare=False)  # predicted time of each request's tokens
     recent_s: float = field(default=0.0, compare=False)  # work given to the node lately, fading
     context: int = field(default=0, compare=False)  # tokens that the requests will have in a decode step
+    fetches: tuple[int, ...] = field(default=(), compare=False)  # tokens of each fetch in flight from the node
     turn: int = field(default=0, compare=False)  # number of this router's latest request here; 0 = none yet
 
 
@@ -164,7 +165,9 @@ def prefill_score(
     fetch: dict[str, float] = {}
     if pull is not None and pull.pays:
         compute -= pull.saved_s
-        fetch = {"host_s" if pull.source is node else "fetch_s": pull.transfer_s}
+        fetch = {"host_s" if pull.source is node else "fetch_s": pull.transfer_s - pull.shared_s}
+        if pull.shared_s:
+            fetch["fetch_shared_s"] = pull.shared_s
     parts = {
         "wait_s": wait_s(node, load, compute),
         **fetch,

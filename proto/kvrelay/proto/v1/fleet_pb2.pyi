@@ -268,6 +268,7 @@ class NodeLoad(_message.Message):
     WORKS_S_FIELD_NUMBER: _builtins.int
     RECENT_S_FIELD_NUMBER: _builtins.int
     CONTEXT_FIELD_NUMBER: _builtins.int
+    FETCH_TOKENS_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     tokens: _builtins.int
     """Prompt tokens to compute."""
@@ -282,6 +283,10 @@ class NodeLoad(_message.Message):
     def works_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Predicted time of each request whose prompt is not computed."""
 
+    @_builtins.property
+    def fetch_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of each fetch in flight from the node."""
+
     def __init__(
         self,
         *,
@@ -292,10 +297,11 @@ class NodeLoad(_message.Message):
         works_s: _abc.Iterable[_builtins.float] | None = ...,
         recent_s: _builtins.float = ...,
         context: _builtins.int = ...,
+        fetch_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "node", b"node", "pages", b"pages", "recent_s", b"recent_s", "requests", b"requests", "tokens", b"tokens", "works_s", b"works_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "fetch_tokens", b"fetch_tokens", "node", b"node", "pages", b"pages", "recent_s", b"recent_s", "requests", b"requests", "tokens", b"tokens", "works_s", b"works_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
