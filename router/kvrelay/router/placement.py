@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvrelay.core.errors import InvalidRequestError, UnavailableError
 from kvrelay.core.types import Role
+from kvrelay.router import sharing
 from kvrelay.router.fetch import Pull, best_pull, late_pull, sources_of
 from kvrelay.router.score import (
     NO_LOAD,
@@ -24,7 +25,7 @@ from kvrelay.router.score import (
     prefill_score,
     work_s,
 )
-from kvrelay.router.sharing import near_equals, why_first
+from kvrelay.router.sharing import Turn
 
 if TYPE_CHECKING:
     from kvrelay.core.types import Incarnation
@@ -105,13 +106,13 @@ def place(
     question: Question,
     *,
     sources: Mapping[bytes, Sequence[NodeView]] | None = None,
-    near: Callable[[NodeView, Score], list[Score]] | None = None,
+    whose_turn: Callable[[NodeView, Score, Question], Turn] | None = None,
 ) -> Pair:
     """Choose the prefill and the decode node of a request together: both of one layout.
 
     Args:
         sources: nodes that prefill may fetch cached tokens from, see `fetch.sources_of`; None = those among `nodes`.
-        near: returns what `near_equals` finds of the best pair; None = those among `nodes`.
+        whose_turn: as `sharing.whose_turn` chooses, given the best pair; None = among `nodes`.
 
     Raises:
         InvalidRequestError: no node could ever hold the request; names the pages.
@@ -141,9 +142,14 @@ def place(
     if decode is None:
         pair = Pair(node, None, question.remaining(node), refused, work_s(node, question), tuple(scores))
         return _fetched(pair, prefill.pull, question, sources)
-    equals = near(node, decode) if near else near_equals(node, decode, decodes_of[node.layout_fingerprint], question)
-    decode = equals[0]
-    scores += [one for one in equals if all(one.node is not other.node for other in scores)]
+    if whose_turn is None:
+        turn = sharing.whose_turn(node, decode, decodes_of[node.layout_fingerprint], question)
+    else:
+        turn = whose_turn(node, decode, question)
+    if turn.node is not decode.node:
+        known = next((one for one in scores if one.node is turn.node), None)
+        decode = known or decode_score(turn.node, question)
+        scores += [] if known else [decode]
     handed_s = prefill.total_s + decode.total_s + further_link_s(node, decode.node, question)
     local, why = _best_local(groups, question, choices, decode, handed_s)
     if local is not None:
@@ -152,7 +158,7 @@ def place(
     remaining, work = question.remaining(node), work_s(node, question)
     pair = Pair(
         node, decode.node, remaining, refused, work, tuple(scores), way=why,
-        near=frozenset(one.node.incarnation for one in equals), why_shared=why_first(equals, question),
+        near=turn.near, why_shared=turn.why,
     )  # fmt: skip
     return _fetched(pair, prefill.pull, question, sources)
 
@@ -227,15 +233,17 @@ def _prefill_scores(nodes: Sequence[NodeView], question: Question, sources: Sequ
 
 def _best(prefills: list[Score], decodes: list[Score], question: Question) -> tuple[Score, Score | None]:
     """Return the best pair. Only the link depends on both, so the best few of each role are enough to try."""
-    few = heapq.nsmallest(_JOINT, prefills, key=lambda one: one.order)
     if not decodes:
-        return few[0], None
-    pairs = (
-        (prefill, decode) for prefill in few for decode in heapq.nsmallest(_JOINT, decodes, key=lambda one: one.order)
-    )
+        return min(prefills, key=_own_order), None
     if not question.usual_link_s:
-        return few[0], min(decodes, key=lambda one: one.order)
+        return min(prefills, key=_own_order), min(decodes, key=_own_order)
+    few = heapq.nsmallest(_JOINT, decodes, key=_own_order)
+    pairs = ((prefill, decode) for prefill in heapq.nsmallest(_JOINT, prefills, key=_own_order) for decode in few)
     return min(pairs, key=lambda both: _order(both[0], both[1], question))
+
+
+def _own_order(one: Score) -> tuple[bool, float, int, str]:
+    return one.order
 
 
 def _order(prefill: Score, decode: Score | None, question: Question) -> tuple[object, ...]:

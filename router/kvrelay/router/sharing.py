@@ -35,37 +35,52 @@ def noise_s(total_s: float) -> float:
     return max(NOISE * total_s, LEAST_NOISE_S)
 
 
-def near_equals(prefill: NodeView, best: Score, decodes: Iterable[Score], question: Question) -> list[Score]:
-    """Return the decode nodes that are as good as the best one as far as costs can tell, the next in turn first.
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Whose turn it is among the decode nodes that are as good as the best one."""
+
+    node: NodeView
+    why: str = ""  # empty when no other one is as good
+    near: frozenset[Incarnation] = frozenset()  # it and those others, as far as they are looked at
+
+
+def whose_turn(prefill: NodeView, best: Score, decodes: Iterable[Score], question: Question) -> Turn:
+    """Choose among the decode nodes that are as good as the best one as far as costs can tell.
 
     Args:
         prefill: from where the prompt would come; the link counts.
         decodes: of its page layout, `best` among them.
     """
-    most_s = _micro(best.total_s + further_link_s(prefill, best.node, question) + noise_s(best.total_s))
+    most_s = _most_s(prefill, best, question)
     near = [
         one
         for one in decodes
         if one.must_evict == best.must_evict
         and _micro(one.total_s + further_link_s(prefill, one.node, question)) <= most_s
     ]
-    least = max(question.usable(one.node) for one in near) - question.prompt_tokens // _PROMPT_SHARE
-    return sorted(
-        (one for one in near if question.usable(one.node) >= least),
-        key=lambda one: (
-            num_requests(one.node, question),
-            question.load(one.node).turn,
-            _micro(one.total_s),
-            one.node.incarnation.name,
-        ),
-    )
+    if len(near) > 1 and question.cached_tokens:
+        least = max(question.usable(one.node) for one in near) - question.prompt_tokens // _PROMPT_SHARE
+        near = [one for one in near if question.usable(one.node) >= least]
+    if len(near) == 1:
+        return Turn(near[0].node)
+    (requests, turn, *_, node), second, *_ = sorted(_in_turn(one, question) for one in near)
+    why = _why(fewest=requests < second[0], longest_ago=turn < second[1])
+    return Turn(node, why, frozenset(one.node.incarnation for one in near))
+
+
+def _in_turn(one: Score, question: Question) -> tuple[int, int, int, str, int, NodeView]:
+    """Return what sorts near equals, and the node behind it; nodes themselves are never compared."""
+    node, load = one.node, question.load(one.node)
+    name = node.incarnation.name
+    return max(node.active_requests, load.requests), load.turn, _micro(one.total_s), name, id(node), node
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeColumns:
-    """What `near_equals` looks at, of all nodes of a large fleet at once."""
+    """What `whose_turn` looks at, of all nodes of a large fleet at once."""
 
-    row: Mapping[Incarnation, int]
+    nodes: Sequence[NodeView]
+    named: Mapping[str, list[int]]  # rows by name; the lives of one node have one name
     rows: Mapping[bytes, Ints]  # of the decode nodes that can take the request, by page layout
     total_s: Floats  # as of `decode_score`
     must_evict: Mask
@@ -74,47 +89,53 @@ class DecodeColumns:
     turn: Ints
     relay_token_s: Floats
     by_name: Ints  # place of each node's name among all
+    few: Iterable[int]  # rows that are looked at
 
-    def near_equals(self, prefill: NodeView, best: Score, question: Question, *, most: int) -> list[int]:
-        """Return the rows of the first `most` that `near_equals` finds."""
-        at = self.row[best.node.incarnation]
+    def whose_turn(self, prefill: NodeView, best: Score, question: Question) -> Turn:
+        """Choose as `whose_turn` does among all nodes."""
+        near = self._near(prefill, best, question)
+        if len(near) == 1:
+            return Turn(self.nodes[near[0]])
+        requests = self.requests[near]
+        fewest = near[requests == requests.min()]
+        turn = self.turn[fewest]
+        first = fewest[turn == turn.min()]
+        why = _why(fewest=len(fewest) == 1, longest_ago=len(first) == 1)
+        if len(first) > 1:
+            first = first[np.lexsort((self.by_name[first], np.rint(self.total_s[first] * 1e6)))]
+        row = int(first[0])
+        looked_at = {row, *self.few}.intersection(near.tolist())
+        return Turn(self.nodes[row], why, frozenset(self.nodes[one].incarnation for one in looked_at))
+
+    def _near(self, prefill: NodeView, best: Score, question: Question) -> Ints:
         rows = self.rows[prefill.layout_fingerprint]
-        rows = rows[self.must_evict[rows] == self.must_evict[at]]
         total_s = self.total_s[rows] + self._further_link_s(prefill, rows, question)
-        most_s = best.total_s + further_link_s(prefill, best.node, question) + noise_s(best.total_s)
-        is_near = np.rint(total_s * 1e6) <= _micro(most_s)
-        rows = rows[is_near]
-        has = self.usable[rows] >= self.usable[rows].max() - question.prompt_tokens // _PROMPT_SHARE
-        rows = rows[has]
-        micro = np.rint(self.total_s[rows] * 1e6)
-        in_turn: list[int] = rows[
-            np.lexsort((self.by_name[rows], micro, self.turn[rows], self.requests[rows]))
-        ].tolist()
-        return in_turn[:most]
+        evicts_like_best = self.must_evict[rows] == best.must_evict
+        near: Ints = rows[evicts_like_best & (np.rint(total_s * 1e6) <= _most_s(prefill, best, question))]
+        if question.cached_tokens:
+            usable = self.usable[near]
+            near = near[usable >= usable.max() - question.prompt_tokens // _PROMPT_SHARE]
+        return near
 
     def _further_link_s(self, prefill: NodeView, rows: Ints, question: Question) -> Floats | float:
         if not question.usual_link_s:
             return 0.0
         token_s = np.full(len(self.total_s), prefill.other_link_s or question.usual_link_s)
-        for node, row in self.row.items() if prefill.links else ():
-            token_s[row] = prefill.links.get(node.name) or token_s[row]
+        for name, link_s in prefill.links.items():  # few are listed
+            token_s[self.named.get(name, [])] = link_s
         further_s: Floats = (question.prompt_tokens - self.usable[rows]) * (token_s[rows] - self.relay_token_s[rows])
         return further_s
 
 
-def num_requests(node: NodeView, question: Question) -> int:
-    """Return how many requests a decode node has, as far as is known here."""
-    return max(node.active_requests, question.load(node).requests)
+def _most_s(prefill: NodeView, best: Score, question: Question) -> int:
+    """Return up to which cost a node is as good as the best one, in microseconds."""
+    return _micro(best.total_s + further_link_s(prefill, best.node, question) + noise_s(best.total_s))
 
 
-def why_first(near: Sequence[Score], question: Question) -> str:
-    """Return why the first of near equals goes first; empty when it is the only one."""
-    if len(near) < 2:
-        return ""
-    first, second = near[0].node, near[1].node
-    if num_requests(first, question) < num_requests(second, question):
+def _why(*, fewest: bool, longest_ago: bool) -> str:
+    if fewest:
         why = "it has fewer requests"
-    elif question.load(first).turn < question.load(second).turn:
+    elif longest_ago:
         why = "its latest request is longer ago"
     else:
         why = "nobody has fewer requests, or none for longer"

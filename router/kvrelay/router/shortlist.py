@@ -17,7 +17,7 @@ from kvrelay.core.types import Incarnation, Role
 from kvrelay.router.fetch_columns import FetchColumns
 from kvrelay.router.load_columns import LoadColumns
 from kvrelay.router.placement import Pair, place, refusal
-from kvrelay.router.score import CROWDING, EVENNESS, EVICTION, Question, Score, decode_score
+from kvrelay.router.score import CROWDING, EVENNESS, EVICTION, Question
 from kvrelay.router.sharing import DecodeColumns
 
 if TYPE_CHECKING:
@@ -99,15 +99,11 @@ class Roster:
         held = cached if question.held_tokens is None else self._by_row(question.held_tokens)
         rows = self._columns.fetches.sources(question, held)
         sources = {layout: [self.nodes[row] for row in of_layout] for layout, of_layout in rows.items()}
-        few, refused, decodes = self._columns.shortlist(question, cached, loads, sources)
+        few, refused, decodes = self._columns.shortlist(self.nodes, question, cached, loads, sources)
         if not few:
             return place(self.nodes, question)  # it says why nothing is left
-
-        def near(prefill: NodeView, best: Score) -> list[Score]:
-            rows = decodes.near_equals(prefill, best, question, most=_KEPT)
-            return [decode_score(self.nodes[row], question) for row in rows]
-
-        pair = place([self.nodes[row] for row in few], question, sources=sources, near=near)
+        turn = decodes.whose_turn
+        pair = place([self.nodes[row] for row in few], question, sources=sources, whose_turn=turn)
         return replace(pair, refused={**self._reasons(refused, question), **pair.refused})
 
     def _by_row(self, tokens: Mapping[Incarnation, int]) -> Ints:
@@ -125,7 +121,9 @@ class Roster:
 class _Columns:
     def __init__(self, nodes: Sequence[NodeView]) -> None:
         self._nodes = [node.incarnation for node in nodes]
-        self._row = {node: row for row, node in enumerate(self._nodes)}
+        self._named: dict[str, list[int]] = {}
+        for row, node in enumerate(self._nodes):
+            self._named.setdefault(node.name, []).append(row)
         self._ints = {name: np.array([getattr(node, name) for node in nodes], np.int64) for name in _INTS}
         self._cost = {name: np.array([getattr(node.cost, name) for node in nodes], float) for name in _COSTS}
         self._draining = np.array([node.draining for node in nodes])
@@ -157,12 +155,17 @@ class _Columns:
 
     def shortlist(
         self,
+        nodes: Sequence[NodeView],
         question: Question,
         cached: Ints,
         loads: Sequence[LoadColumns],
         sources: Mapping[bytes, Sequence[NodeView]],
     ) -> tuple[list[int], list[int], DecodeColumns]:
-        """Return (rows that may be chosen, rows that cannot take the request, what near equals are found by)."""
+        """Return (rows that may be chosen, rows that cannot take the request, what near equals are found by).
+
+        Args:
+            nodes: of the rows, as they are now.
+        """
         ints = self._ints
         usable = np.zeros_like(cached)
         has_some = np.flatnonzero(cached)  # few nodes have anything, and most of what follows is the same without
@@ -201,8 +204,8 @@ class _Columns:
                 local_s = self._local_s(near, tokens, question, best[0], placed)
                 few.update(self._best(near, works_s[near] + local_s + steps_s[near], must_evict[near]))
         decodes = DecodeColumns(
-            self._row, rows, decode_s, must_evict, usable, self._active(placed), placed["turn"],
-            self._cost["relay_token_s"], self._name_rank,
+            nodes, self._named, rows, decode_s, must_evict, usable, self._active(placed), placed["turn"],
+            self._cost["relay_token_s"], self._name_rank, few,
         )  # fmt: skip
         return sorted(few), np.flatnonzero(~takes).tolist(), decodes
 
