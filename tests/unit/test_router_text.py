@@ -85,6 +85,14 @@ def test_roles_that_the_template_does_not_know_are_refused(tmp_path: Path) -> No
         tokenizer.chat([("wizard", "hello")])
 
 
+def test_a_long_chat_that_is_refused_names_each_role_once(tmp_path: Path) -> None:
+    tokenizer = a_tokenizer(tmp_path, chat_template=TEMPLATE)
+    messages = ((role, "hello") for _ in range(1000) for role in ("user", "wizard"))
+
+    with pytest.raises(InvalidRequestError, match="messages of roles user, wizard: "):
+        tokenizer.chat(messages)
+
+
 def test_a_chat_without_a_template_and_a_text_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="chat template"):
         a_tokenizer(tmp_path).chat([("user", "hello")])

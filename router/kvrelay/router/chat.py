@@ -46,7 +46,7 @@ class ChatTemplate:
         try:
             return self._template.render(messages=conversation, add_generation_prompt=True, **self._special_tokens)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as err:
-            roles = ", ".join(role for role, _ in messages)
+            roles = ", ".join(dict.fromkeys(role for role, _ in messages))  # there may be a million
             raise InvalidRequestError(f"the model's chat template refuses messages of roles {roles}: {err}") from err
 
 

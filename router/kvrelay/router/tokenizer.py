@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -45,8 +45,11 @@ class PromptTokenizer:
             ids.insert(0, self._bos_id)
         return np.array(ids, dtype=np.int32)
 
-    def chat(self, messages: Sequence[tuple[str, str]], *, max_tokens: int | None = None) -> npt.NDArray[np.int32]:
+    def chat(self, messages: Iterable[tuple[str, str]], *, max_tokens: int | None = None) -> npt.NDArray[np.int32]:
         """Return the ids of a conversation of (role, content), rendered with the model's template.
+
+        Args:
+            messages: gone through in the thread that calls.
 
         Raises:
             InvalidRequestError: there is no tokenizer or template, the template refuses the messages, or they cannot
@@ -55,7 +58,8 @@ class PromptTokenizer:
         if self._template is None:
             raise InvalidRequestError(f"model {self._name!r} has no chat template; send text or token ids")
         # The template writes the special tokens itself.
-        return np.array(self._encode(self._template.render(messages), max_tokens, with_special=False), dtype=np.int32)
+        text = self._template.render(list(messages))
+        return np.array(self._encode(text, max_tokens, with_special=False), dtype=np.int32)
 
     def _encode(self, text: str, max_tokens: int | None, *, with_special: bool) -> list[int]:
         if self._tokenizer is None:
