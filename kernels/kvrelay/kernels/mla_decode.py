@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels import quant
+from kvrelay.kernels.cuda_choice import cuda_decode_refuses
 from kvrelay.kernels.dispatch import Backend, choose
 from kvrelay.kernels.flashmla import flashmla_refuses, load_flashmla
 from kvrelay.kernels.merge import merge_partials
@@ -248,6 +249,22 @@ def _load_triton() -> MlaDecode:
     return run
 
 
+def _cuda_refuses(problem: Problem) -> str | None:
+    return cuda_decode_refuses(
+        problem.device, problem.dtype, problem.latent_width, problem.row_width, problem.page_tokens
+    )
+
+
+def _load_cuda() -> MlaDecode:
+    from kvrelay.kernels import cuda_decode  # noqa: PLC0415 - optional
+
+    def run(q_BNW: Tensor, pool_PSW: Tensor, plan: DecodePlan, *, scale: float, latent_width: int) -> Tensor:
+        assert plan.paged is not None, "this kernel reads a paged plan"
+        return cuda_decode.decode(q_BNW, pool_PSW, plan.paged, scale=scale, latent_width=latent_width)
+
+    return run
+
+
 def _flashmla_refuses(problem: Problem) -> str | None:
     return flashmla_refuses(
         problem.device, problem.dtype, problem.num_heads, problem.latent_width, problem.row_width, problem.page_tokens
@@ -266,6 +283,7 @@ def _load_flashmla() -> MlaDecode:
 
 BACKENDS: tuple[Backend[Problem, MlaDecode], ...] = (  # best first; the last never refuses
     Backend("flashmla", _flashmla_refuses, _load_flashmla),
+    Backend("cuda", _cuda_refuses, _load_cuda),
     Backend("triton", _triton_refuses, _load_triton),
     Backend("torch", lambda _: None, lambda: _gathered),
 )

@@ -1,0 +1,116 @@
+"""CUDA C++ compiled at start by NVRTC, and launched, through NVIDIA's own bindings (torch's CUDA builds bring them)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvrelay.core.errors import NoKernelError
+from kvrelay.kernels.optional import import_refuses
+
+
+@functools.cache
+def nvrtc_refuses() -> str | None:
+    """Return None, or the reason why nothing can be compiled here."""
+    if (why := import_refuses("cuda.bindings.nvrtc", "cuda-bindings")) is not None:
+        return why
+    from cuda.bindings import nvrtc  # noqa: PLC0415 - optional
+
+    try:
+        _checked(nvrtc.nvrtcVersion())  # loads the compiler, a library of its own
+    except (NoKernelError, OSError, RuntimeError) as err:
+        return f"NVRTC does not load: {err}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A function on one device."""
+
+    handle: Any  # CUfunction
+    shared_bytes: int
+    log: str  # the compiler's, with registers and spills
+
+    def launch(
+        self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, *, starts_early: bool = False
+    ) -> None:
+        """Put it on torch's stream; `arguments` is the kernel's only parameter, by value.
+
+        Args:
+            starts_early: its blocks may begin while the kernel in front still runs; see `triton_wait`.
+        """
+        from cuda.bindings import driver  # noqa: PLC0415 - optional
+
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = self.shared_bytes
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        if starts_early:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        _checked(driver.cuLaunchKernelEx(config, self.handle, ctypes.addressof(pointers), 0))
+
+
+def compile_kernel(
+    source: Path, name: str, defines: Mapping[str, int], *, device: torch.device, shared_bytes: int
+) -> Kernel:
+    """Compile a file for `device` and return its extern "C" function `name`; takes about a second.
+
+    Raises:
+        NoKernelError: with the compiler's log, or what the driver said.
+    """
+    from cuda.bindings import driver  # noqa: PLC0415 - optional
+
+    major, minor = torch.cuda.get_device_capability(device)
+    image, log = compile_image(source, f"sm_{major}{minor}", defines)
+    torch.cuda.synchronize(device)  # makes the device's context this thread's
+    library = _checked(driver.cuLibraryLoadData(image, [], [], 0, [], [], 0))
+    kernel = _checked(driver.cuLibraryGetKernel(library, name.encode()))
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    index = torch.cuda.current_device() if device.index is None else device.index
+    _checked(driver.cuKernelSetAttribute(limit, shared_bytes, kernel, _checked(driver.cuDeviceGet(index))))
+    return Kernel(driver.CUfunction(int(kernel)), shared_bytes, log)
+
+
+def compile_image(source: Path, architecture: str, defines: Mapping[str, int]) -> tuple[bytes, str]:
+    """Return the machine code for an architecture ("sm_90") and the compiler's log; needs no device.
+
+    Headers (*.cuh) are those beside `source`.
+    """
+    from cuda.bindings import nvrtc  # noqa: PLC0415 - optional
+
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--ptxas-options=-v"]
+    options += [f"-D{key}={value}" for key, value in defines.items()]
+    headers = sorted(source.parent.glob("*.cuh"))
+    texts, names = [header.read_bytes() for header in headers], [header.name.encode() for header in headers]
+    program = _checked(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), len(headers), texts, names))
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        text = log.rstrip(b"\0").decode(errors="replace")
+        if int(status):
+            raise NoKernelError({"nvrtc": f"{status}: {text}"})
+        image = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+        _checked(nvrtc.nvrtcGetCUBIN(program, image))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return bytes(image), text
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """Return what a call of the bindings gave behind its status."""
+    status, *values = result
+    if int(status):
+        raise NoKernelError({"cuda": str(status)})
+    return values[0] if values else None

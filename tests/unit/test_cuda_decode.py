@@ -1,0 +1,134 @@
+"""The CUDA C++ decode kernel: its source run on the host, and what it refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvrelay.kernels import cuda_choice, quant, reference
+from kvrelay.kernels.cuda_decode import HEADS, SOURCE, Arguments, Results
+from kvrelay.kernels.paged_plan import PagedPlan
+from repo import ROOT
+
+PAGE = 32  # so that a tile of 64 rows lies in two pages
+LATENT, ROPE, TILE = 512, 64, 32
+NOT_A_NUMBER = 0xFF  # a byte of it, in every type of a row
+Launch = Callable[[Arguments, int, int, int], bytes | None]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    folder = tmp_path_factory.mktemp("cuda_on_host")
+    for source in SOURCE.parent.iterdir():
+        shutil.copy(source, folder)
+    (folder / "ptx.cuh").write_text("")
+    subprocess.run(
+        [
+            "g++", "-std=c++20", "-O2", "-Wno-attributes", "-shared", "-fPIC", f"-DPAGE={PAGE}", "-DSTAGES=2",
+            f"-I{folder}", str(ROOT / "tests" / "cuda_on_host.cpp"), "-o", str(folder / "host.so"),
+        ],
+        check=True,
+    )  # fmt: skip
+    library = ctypes.CDLL(str(folder / "host.so"))
+    library.launch.restype = ctypes.c_char_p
+    library.launch.argtypes = [ctypes.POINTER(Arguments), ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
+    return lambda args, head_blocks, parts, pool_bytes: library.launch(
+        ctypes.byref(args), head_blocks, parts, pool_bytes
+    )
+
+
+def a_plan(tables: list[list[int]], lengths: list[int]) -> PagedPlan:
+    plan = PagedPlan.allocate(
+        num_sequences=len(lengths), max_pages=max(map(len, tables)), page_tokens=PAGE, device=torch.device("cpu")
+    )
+    for row, table in enumerate(tables):
+        plan.page_table_BP[row, : len(table)] = torch.tensor(table)
+    plan.lengths_B.copy_(torch.tensor(lengths))
+    plan.starts_B1[1:] = ((plan.lengths_B + TILE - 1) // TILE).cumsum(0)
+    return plan
+
+
+def joined(into: Results, plan: PagedPlan, parts: int) -> Tensor:
+    """Do what `triton_join` does, plainly."""
+    starts = plan.starts_B1.tolist()
+    per_part = max(-(-starts[-1] // parts), 2)
+    for seq, (start, end) in enumerate(itertools.pairwise(starts)):
+        first, last = start // per_part, (end - 1) // per_part
+        if start == end:
+            into.out_BNC[seq] = 0
+        elif first < last:
+            pieces = slice(first + seq, last + seq + 1)
+            weight_JN = torch.softmax(into.lse_JN[pieces].double() * torch.tensor(2.0).log(), 0)
+            into.out_BNC[seq] = (into.pieces_JNC[pieces] * weight_JN[..., None]).sum(0)
+    return into.out_BNC
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "parts", "octaves"),
+    [
+        ([1], 16, 1, 0),
+        ([33], 5, 1, 2),
+        ([800], 16, 3, 3),  # parts of an odd number of tiles of 32 rows
+        ([70, 0, 3, 190], 20, 4, 30),
+        ([200, 0, 0, 77, 64, 31, 32, 400], 16, 5, 6),
+    ],
+    ids=str,
+)
+def test_the_kernel_on_the_host_equals_the_reference(
+    launch: Launch, lengths: list[int], heads: int, parts: int, octaves: int
+) -> None:
+    random = torch.Generator().manual_seed(len(lengths))
+    counts = [-(-length // PAGE) for length in lengths]
+    shuffled = torch.randperm(sum(counts) + 2, generator=random)[: sum(counts)]
+    tables = [part.tolist() for part in torch.split(shuffled, counts)]
+    pool = torch.full((sum(counts) + 2, PAGE, quant.row_bytes(LATENT, ROPE)), NOT_A_NUMBER, dtype=torch.uint8)
+    for table, length in zip(tables, lengths, strict=True):
+        if not length:
+            continue
+        rows = torch.randn(len(table) * PAGE, LATENT + ROPE, generator=random)
+        spread = torch.randint(-octaves, octaves + 1, (len(rows), quant.groups_of(LATENT)), generator=random)
+        rows[:, :LATENT] *= torch.exp2(spread).repeat_interleave(quant.GROUP_NUMBERS, 1)
+        packed = quant.quantise(rows, latent_width=LATENT)
+        packed[length:] = NOT_A_NUMBER
+        pool[table] = packed.view(-1, *pool.shape[1:])
+    q = torch.randn(len(lengths), heads, LATENT + ROPE, generator=random).to(torch.bfloat16)
+    plan, scale = a_plan(tables, lengths), 0.1 * 2.0**-octaves
+    into = Results(q, latent_width=LATENT, parts=parts)
+
+    args = Arguments.of(q, pool, plan, into, scale=scale, early=False)
+    assert launch(args, -(-heads // HEADS), parts, pool.numel()) is None
+    out = joined(into, plan, parts)
+
+    exact = quant.dequantise(pool.flatten(0, 1), latent_width=LATENT, dtype=torch.float32).view(*pool.shape[:2], -1)
+    for seq, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+        if not length:
+            assert not out[seq].any()
+            continue
+        expected = reference.mla_decode(
+            q[seq : seq + 1].float(), exact, [table], [length], scale=scale, latent_width=LATENT
+        )
+        assert float((out[seq] - expected[0]).norm() / expected.norm()) < 1e-3  # weights are rounded to f16
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "latent", "row", "page", "reason"),
+    [
+        ("cpu", torch.uint8, 512, 576, 64, "runs on cuda, not cpu"),
+        ("cuda", torch.bfloat16, 512, 576, 64, "takes rows of 8 bits, not torch.bfloat16"),
+        ("cuda", torch.uint8, 256, 288, 64, "takes rows of 512 + 64, not 256 + 32"),
+        ("cuda", torch.uint8, 512, 576, 48, "takes pages of whole tiles of 32 rows, not of 48"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_refused_by_name(
+    device: str, dtype: torch.dtype, latent: int, row: int, page: int, reason: str
+) -> None:
+    assert cuda_choice.cuda_decode_refuses(device, dtype, latent, row, page) == reason
