@@ -1,7 +1,7 @@
 // Runs one launch of kernels/cuda/decode.cu on the host: its threads are coroutines, its special instructions the
 // functions below. Warps run in random order, one of them slowly, and copies end at once or late and in any order, so
-// what a barrier forgets to order shows; a barrier that is used wrongly is a failure. Compiled by test_cuda_decode.py, beside
-// an empty ptx.cuh.
+// what a barrier forgets to order shows; a barrier that is used wrongly is a failure. Compiled by test_cuda_decode.py,
+// beside an empty ptx.cuh.
 
 #include <ucontext.h>
 
@@ -115,8 +115,8 @@ void settle(Phase& phase) {
   if (phase.here == phase.wanted && !phase.bytes) phase.here = 0, phase.number++;
 }
 void init(u64* barrier, u32 wanted) { phases[barrier] = {(int)wanted, 0, 0, 0}; }
-void expect(u64* barrier, u32 bytes) { phases.at(barrier).bytes += bytes, phases.at(barrier).here++, settle(phases.at(barrier)); }
 void arrive(u64* barrier) { phases.at(barrier).here++, settle(phases.at(barrier)); }
+void expect(u64* barrier, u32 bytes) { phases.at(barrier).bytes += bytes, arrive(barrier); }
 void wait(u64* barrier, u32 parity) {
   while (phases.at(barrier).number % 2 == parity) give_way();
 }

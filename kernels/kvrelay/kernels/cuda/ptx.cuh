@@ -34,9 +34,10 @@ __device__ __forceinline__ void arrive(u64* barrier) {
 // Asks the cache to let these bytes go first: only blocks of other heads read them again, at about the same time.
 __device__ __forceinline__ void copy(void* to, const u8* from, u32 bytes, u64* barrier) {
   asm volatile(
-      "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n}" ::
-          "r"(shared_address(to)),
+      "{\n.reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n"
+      "}" ::"r"(shared_address(to)),
       "l"(from), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
