@@ -10,6 +10,7 @@ import torch
 
 from kvrelay.bench import chunks, device_rates, memory, step_transformers
 from kvrelay.bench.random_model import TINY, V2_LITE, random_model
+from kvrelay.core.errors import TransferError
 from kvrelay.core.layout import PageLayout
 from kvrelay.model.tensors import expected_tensors
 from repo import ROOT
@@ -90,10 +91,11 @@ def test_what_leaves_beside_the_chunks_is_every_row_of_every_layer() -> None:
     bench = chunks.Bench(options, torch.device("cpu"))
     try:
         bench.first_token("relay", bench.prompt(200, 0))
-        pool, half = bench._pool, bench._pool.num_pages // 2
-        for layer in range(pool.layout.num_layers):
-            rows = pool.rows(layer)[:200]
-            assert rows.any(-1).all()
-            assert torch.equal(pool.rows(layer)[half * 64 : half * 64 + 200], rows)
+        for layer in range(bench._pool.layout.num_layers):
+            assert bench._pool.rows(layer)[:200].any(-1).all()
+        bench.check_relayed(200)
+        bench._pool.rows(1)[199, 5] += 1.0
+        with pytest.raises(TransferError, match="holds other rows"):
+            bench.check_relayed(200)
     finally:
         bench.close()

@@ -1,8 +1,9 @@
 """`kvrelay bench chunks`: what a prefill node does to a chunk beside computing it, one thing more at a time.
 
 *bare*: the prefill step in a loop. *worker*: what the step thread of a node runs, with rank 0's decisions. *sums*: the
-same with the checksum of every part. *relay*: parts are also written, by the transfer thread, into other pages of the
-same pool. All four on one device, in turns, each a new prompt until its first token.
+same with the checksum of every part. *relay*: parts are also written, by the transfer thread, into another process's
+pool. All four on one device, in turns, each a new prompt until its first token; afterwards the other process must hold
+the same rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import torch
 
 from kvrelay.bench import device_rates, report
 from kvrelay.bench.random_model import SHAPES, random_model
+from kvrelay.bench.reader_process import NUM_CELLS, ReaderProcess, layer_sums
 from kvrelay.core.clock import monotonic
+from kvrelay.core.errors import TransferError
 from kvrelay.core.settings import load
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Counters, Incarnation, SampledToken, Sampling
@@ -53,27 +56,27 @@ Prompt = npt.NDArray[np.int32]
 
 
 class PartsOut:
-    """Stands where the hand-off of a request does: sums every part and, if asked, writes it to the pages behind it."""
+    """Stands where the hand-off of a request does: sums every part and, if asked, writes it to the reader's pages."""
 
     failure: str | None = None
     settled = False
     sources_free = True  # nothing is freed before `wait`
 
-    def __init__(self, pool: LocalPool, transfer: TransferThread | None, *, key: str, shift_pages: int) -> None:
-        self._pool, self._transfer, self._key, self._shift_pages = pool, transfer, key, shift_pages
+    def __init__(self, pool: LocalPool, transfer: TransferThread | None, *, key: str, reader: ReaderProcess) -> None:
+        self._pool, self._transfer, self._key, self._reader = pool, transfer, key, reader
         self._sums: list[Future[None]] = []
         self._drained = threading.Event()
         self.num_bytes = 0
         if transfer is not None:
-            transfer.open_writer(
-                key, transfer.address, fence_cell=0, fence_value=1, on_events=self._on_events
-            )  # as to any other node
+            transfer.open_writer(key, reader.address, fence_cell=0, fence_value=1, on_events=self._on_events)
 
     def add_part(self, layer: int, tokens: Span, src_pages: Pages) -> None:
         pool, sums = self._pool, self._pool.device_sums
         first = tokens.start // pool.layout.page_tokens
-        there = {page: src_pages[page] + self._shift_pages for page in range(first, pool.layout.pages_for(tokens.end))}
-        routes = Routes(pool.layout, src_pool_pages=pool.num_pages, dst_pages=there, dst_pool_pages=pool.num_pages)
+        there = {page: page for page in range(first, pool.layout.pages_for(tokens.end))}
+        routes = Routes(
+            pool.layout, src_pool_pages=pool.num_pages, dst_pages=there, dst_pool_pages=self._reader.num_pages
+        )
         route = routes.of(tokens, src_pages)
         ranges, copies = route.ranges(layer), route.copies(layer)
         self.num_bytes += sum(num_bytes for _, num_bytes in ranges)
@@ -110,7 +113,7 @@ class PartsOut:
 
 
 class Bench:
-    """One model, one pool of which the second half is written to, and all ways over them."""
+    """One model, one pool, a process that is written to, and all ways over them."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self._config = SHAPES[options.shape]
@@ -118,11 +121,12 @@ class Bench:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._model = random_model(self._config, device, dtype)
         layout = self._model.layout(block_tokens=BLOCK_TOKENS)
-        self._half = layout.pages_for(max(options.prompt))
-        self._pool = LatentPool(layout, 2 * self._half, device)
+        self._num_pages = layout.pages_for(max(options.prompt))
+        self._reader = ReaderProcess(layout, self._num_pages, device)
+        self._pool = LatentPool(layout, self._num_pages, device)
         settings = load(PrefillSettings, ["--model", "-"], prog="kvrelay bench chunks")
         self._transfer = start_agent(
-            self._pool, settings, node=Incarnation.new("bench"), rank=0, num_cells=8, on_fatal=lambda: None
+            self._pool, settings, node=Incarnation.new("bench"), rank=0, num_cells=NUM_CELLS, on_fatal=lambda: None
         ).transfer
         self._local = local_pool(self._pool)
         self._planner = ChunkPlanner(
@@ -133,6 +137,13 @@ class Bench:
 
     def close(self) -> None:
         self._transfer.stop()
+        self._reader.close()
+
+    def check_relayed(self, tokens: int) -> None:
+        """Raise TransferError unless the reader holds the rows of the last prompt, which were just written to it."""
+        ours, theirs = layer_sums(self._pool, tokens), self._reader.layer_sums(tokens)
+        if not np.allclose(ours, theirs, rtol=1e-9, atol=1e-9):
+            raise TransferError(f"the reader holds other rows of {tokens} tokens: sums by layer {ours} and {theirs}")
 
     def prompt(self, tokens: int, run: int) -> Prompt:
         made = np.random.default_rng((tokens, run)).integers(self._config.vocab_size, size=tokens)
@@ -157,7 +168,7 @@ class Bench:
 
         def open_writer(_: handoff_pb2.Ticket) -> PartsOut:
             transfer = self._transfer if way == "relay" else None
-            out.append(PartsOut(self._local, transfer, key=f"run {self._num_runs}", shift_pages=self._half))
+            out.append(PartsOut(self._local, transfer, key=f"run {self._num_runs}", reader=self._reader))
             return out[0]
 
         counters = Counters()
@@ -185,7 +196,7 @@ class Bench:
 
     def _control(self) -> RingControl:
         pages = RingPages(
-            pages_per_rank=[self._half], page_tokens=self._pool.layout.page_tokens, block_tokens=BLOCK_TOKENS,
+            pages_per_rank=[self._num_pages], page_tokens=self._pool.layout.page_tokens, block_tokens=BLOCK_TOKENS,
             chunk_tokens=self._chunk_tokens, align_tokens=align_tokens(self._pool.device),
         )  # fmt: skip
         return RingControl(
@@ -240,6 +251,8 @@ def _length(bench: Bench, tokens: int, rounds: int) -> dict[str, Any]:
         prompt = bench.prompt(tokens, number + 1)
         for way in WAYS[:: 1 if number % 2 else -1]:
             found = bench.first_token(way, prompt)
+            if way == "relay":
+                bench.check_relayed(tokens)
             if number >= 0:
                 seen[way].append(found)
     bare = seen["bare"]

@@ -8,6 +8,7 @@ import grpc
 import uvloop
 from grpc import aio
 
+from kvrelay.core import freed_memory
 from kvrelay.core.lifecycle import announce_ready, die_with_parent
 from kvrelay.proto.server import server_options
 
@@ -30,4 +31,5 @@ async def serve(reply_bytes: int) -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
+    freed_memory.keep()  # as the router does: what that saves is no merit of placing
     uvloop.run(serve(int(sys.argv[2])))
