@@ -71,10 +71,10 @@ def decode(q_BNW: Tensor, pool_PSY: Tensor, plan: PagedPlan, *, scale: float, la
     """Contract of `mla_decode.mla_decode`; sequences of length 0 give 0."""
     assert len(q_BNW) == plan.num_sequences, "one query per sequence of the plan"
     assert pool_PSY.is_contiguous(), "a layer of the pool is contiguous"
-    assert pool_PSY.data_ptr() % 16 == 0, "bulk copies move 16 bytes at a time"
     head_blocks = -(-q_BNW.shape[1] // HEADS)
     parts = max(1, num_processors(q_BNW.device) // head_blocks)
     q_BNW = q_BNW.to(torch.bfloat16).contiguous()
+    assert (q_BNW.data_ptr() | pool_PSY.data_ptr()) % 16 == 0, "both are read 16 bytes at a time"
     into = Results(q_BNW, latent_width=latent_width, parts=parts)
     early = triton_join.joins_early(into.out_BNC)
     _compiled(q_BNW.device, plan.page_tokens).launch(
