@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrelay.kernels import cuda_choice, quant, reference
-from kvrelay.kernels.cuda_decode import HEADS, SOURCE, Arguments, Results
+from kvrelay.core.errors import NoKernelError
+from kvrelay.kernels import cuda_choice, nvrtc, quant, reference
+from kvrelay.kernels.cuda_decode import HEADS, SOURCE, STAGES, Arguments, Results
 from kvrelay.kernels.paged_plan import PagedPlan
 from repo import ROOT
 
@@ -117,6 +118,16 @@ def test_the_kernel_on_the_host_equals_the_reference(
             q[seq : seq + 1].float(), exact, [table], [length], scale=scale, latent_width=LATENT
         )
         assert float((out[seq] - expected[0]).norm() / expected.norm()) < 1e-3  # weights are rounded to f16
+
+
+@pytest.mark.skipif(nvrtc.nvrtc_refuses() is not None, reason=f"{nvrtc.nvrtc_refuses()}")
+def test_nvrtc_takes_the_source() -> None:
+    image, log = nvrtc.compile_image(SOURCE, "sm_90", {"PAGE": 64, "STAGES": STAGES})
+
+    assert image.startswith(b"\x7fELF")
+    assert "Compiling entry function 'decode'" in log
+    with pytest.raises(NoKernelError, match="error: "):
+        nvrtc.compile_image(SOURCE, "sm_90", {"PAGE": 64})
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@
 #include "decode_parts.cuh"
 #include "decode_queries.cuh"
 
-constexpr float INFINITE = __builtin_huge_valf();
+__device__ __forceinline__ float infinite() { return __int_as_float(0x7f800000); }
 
 // 2 ** n for n <= 0, and 0 where that is too small.
 __device__ __forceinline__ float power_down(int n) { return __int_as_float(max(n + 127, 0) << 23); }
@@ -13,7 +13,7 @@ __device__ __forceinline__ float power_down(int n) { return __int_as_float(max(n
 // What a sequence has come to: of heads g and g + 8, a power of two (its log) that no score exceeds and the sum of this
 // thread's weights under it; of each group, the exponent of the largest scale.
 struct Running {
-  float top[2] = {-INFINITE, -INFINITE}, sum[2] = {0, 0};
+  float top[2] = {-infinite(), -infinite()}, sum[2] = {0, 0};
   int exponent[GROUPS] = {LEAST_EXPONENT, LEAST_EXPONENT, LEAST_EXPONENT, LEAST_EXPONENT};
 };
 
@@ -163,7 +163,7 @@ __device__ void run_scorer(const Args& args, Shared& shared, Walk walk, int firs
       if (num_rows < ROWS) {
 #pragma unroll
         for (int i = 0; i < 8; i++)
-          if (first_row + 8 * (i / 4) + 2 * t + i % 2 >= num_rows) s[i / 4][i % 4] = -INFINITE;
+          if (first_row + 8 * (i / 4) + 2 * t + i % 2 >= num_rows) s[i / 4][i % 4] = -infinite();
       }
       offer(shared, buffer, s, scale, warp, lane);
       barrier_sync(SCORERS, 32 * WARPS);
