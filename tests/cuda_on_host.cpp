@@ -133,6 +133,7 @@ void copy(void* to, const u8* from, u32 bytes, u64* barrier) {
   copies.push_back({to, from, bytes, barrier});
   if (chance() % 2) end_a_copy();
 }
+void copy_once(void* to, const u8* from, u32 bytes, u64* barrier) { copy(to, from, bytes, barrier); }
 void publish_barriers() {}
 void stores_before_copies() {}
 void let_next_begin() {}

@@ -73,15 +73,22 @@ struct Loader {
     page = pages[first / PAGE];
     next_page = pages[(first + walk.rows() - 1) / PAGE];
   }
+  __device__ static void copy_rows(u8* to, const u8* from, int rows, u64* full) {
+    if (gridDim.x == 1)
+      copy_once(to, from, rows * ROW, full);
+    else  // blocks of other heads read them at about the same time
+      copy(to, from, rows * ROW, full);
+  }
   __device__ void load(const Args& args, Shared& shared, int stage, int lane) {
     if (walk.tile >= walk.end) return;
     int first = walk.first_row(), rows = walk.rows(), head = min(rows, PAGE - first % PAGE);
     if (lane == 0) {
       u64* full = &shared.full[stage];
+      u8* to = shared.rows[stage];
       expect(full, rows * ROW);
-      copy(shared.rows[stage], args.pool + ((u64)page * PAGE + first % PAGE) * ROW, head * ROW, full);
+      copy_rows(to, args.pool + ((u64)page * PAGE + first % PAGE) * ROW, head, full);
       if (head < rows)  // tiles begin at any 32nd row
-        copy(shared.rows[stage] + head * ROW, args.pool + (u64)next_page * PAGE * ROW, (rows - head) * ROW, full);
+        copy_rows(to + head * ROW, args.pool + (u64)next_page * PAGE * ROW, rows - head, full);
     }
     walk.next();
     if (walk.tile == walk.stop && walk.tile < walk.end) walk.open(args);

@@ -31,8 +31,15 @@ __device__ __forceinline__ void arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Asks the cache to let these bytes go first: only blocks of other heads read them again, at about the same time.
 __device__ __forceinline__ void copy(void* to, const u8* from, u32 bytes, u64* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+// The same for bytes that nobody reads again soon: the cache lets them go first.
+__device__ __forceinline__ void copy_once(void* to, const u8* from, u32 bytes, u64* barrier) {
   asm volatile(
       "{\n.reg .b64 policy;\n"
       "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
