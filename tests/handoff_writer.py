@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from handoff_lab import Memory, Rank, seal, transfer_thread
 from kvrelay.core.shard import Span
@@ -14,7 +13,7 @@ from kvrelay.core.types import Incarnation
 from kvrelay.kv_transfer.fence_cells import FenceMemory
 from kvrelay.kv_transfer.transport import agent_name
 from kvrelay.proto.v1 import handoff_pb2
-from transport_party import KINDS
+from transport_party import KINDS, child_path
 
 PART_TOKENS = 4000
 
@@ -25,7 +24,7 @@ def start(kind: str, ticket: handoff_pb2.Ticket, *, num_pages: int) -> subproces
         [sys.executable, __file__, kind, ticket.SerializeToString().hex(), str(num_pages)],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, **KINDS[kind], "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, **KINDS[kind], "PYTHONPATH": child_path()},
     )
 
 

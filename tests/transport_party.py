@@ -15,8 +15,10 @@ from typing import Any
 
 import xxhash
 
+from host_direct import HostPool
 from kvrelay.core.errors import ServeError
 from kvrelay.core.types import Counters
+from kvrelay.kv_transfer.direct import DirectTransport
 from kvrelay.kv_transfer.fence_cells import FenceMemory
 from kvrelay.kv_transfer.loopback import LoopbackTransport
 from kvrelay.kv_transfer.nixl import NixlTransport
@@ -25,15 +27,23 @@ from kvrelay.kv_transfer.transport import Address, Handle, Region, Transport
 from memory import region_of
 
 POOL_BYTES = 128 << 20
+BLOBS = ("metadata", "mapping")
 # A kind of transport and the environment that selects it.
 KINDS: dict[str, dict[str, str]] = {"loopback": {}, "nixl": {}, "nixl-tcp": {"UCX_TLS": "tcp"}}
+DIRECT_KINDS: dict[str, dict[str, str]] = {"direct-nixl": {}}  # around one of these
 
 
 def new_transport(
     kind: str, *, name: str, pool: Region, pool_pages: int, fences: FenceMemory, counters: Counters
 ) -> Transport:
-    make = LoopbackTransport if kind == "loopback" else NixlTransport
-    return make(agent_name=name, pool=pool, pool_pages=pool_pages, fences=fences, counters=counters)
+    make = LoopbackTransport if kind.endswith("loopback") else NixlTransport
+    transport = make(agent_name=name, pool=pool, pool_pages=pool_pages, fences=fences, counters=counters)
+    return DirectTransport(transport, HostPool(pool), counters=counters) if kind.startswith("direct") else transport
+
+
+def child_path() -> str:
+    """Return where a child process finds these tests, and the product where this process does."""
+    return os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 
 
 class _Child:
@@ -63,7 +73,7 @@ class _Child:
 
     def address(self) -> dict[str, Any]:
         raw = asdict(self._transport.address())
-        return {**raw, "metadata": raw["metadata"].hex()}
+        return {**raw, **{key: raw[key].hex() for key in BLOBS}}
 
     def connect(self, **raw: Any) -> str:
         return self._transport.connect(address_from(raw))
@@ -118,7 +128,7 @@ class Party:
     """The test's end of one child process."""
 
     def __init__(self, kind: str, name: str) -> None:
-        environment = {**os.environ, **KINDS[kind], "PYTHONPATH": str(Path(__file__).parent)}
+        environment = {**os.environ, **(KINDS | DIRECT_KINDS)[kind], "PYTHONPATH": child_path()}
         self.process = subprocess.Popen(
             [sys.executable, __file__, kind, name],
             stdin=subprocess.PIPE,
@@ -152,7 +162,7 @@ class PartyError(Exception):
 
 def address_from(raw: dict[str, Any]) -> Address:
     regions = {key: Region(**raw[key]) for key in ("pool", "fence")}
-    return Address(**{**raw, **regions, "metadata": bytes.fromhex(raw["metadata"])})
+    return Address(**{**raw, **regions, **{key: bytes.fromhex(raw[key]) for key in BLOBS}})
 
 
 def main(kind: str, name: str) -> None:

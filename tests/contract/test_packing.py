@@ -171,7 +171,10 @@ def test_giving_up_drops_what_is_being_gathered_and_gives_its_staging_back() -> 
 
 
 class _Never:
-    """A transport that is asked for nothing."""
+    """A transport that is asked for no write."""
+
+    def scatters(self, peer: str) -> bool:
+        return False
 
 
 def test_only_what_becomes_much_fewer_pieces_is_packed() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from transport_party import KINDS, Party, PartyError
+from transport_party import DIRECT_KINDS, KINDS, Party, PartyError
 
 MIB = 1 << 20
 NewParty = Callable[[str], Party]
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=list(KINDS | DIRECT_KINDS))
 def new_party(request: pytest.FixtureRequest) -> Iterator[NewParty]:
     parties: list[Party] = []
 
@@ -81,7 +81,9 @@ def test_a_writer_knows_over_what_its_writes_go(pair: tuple[Party, Party], reque
     assert writer.route("reader") == first  # UCX says nothing of a second link like the first
     kind = request.node.callspec.params["new_party"]
     begins = {"loopback": ("sockets/",), "nixl-tcp": ("tcp/",), "nixl": ("cma/", "posix/", "sysv/", "xpmem/", "tcp/")}
-    assert first.startswith(begins[kind]), first
+    of_the_rest = first.removeprefix("cuda_ipc/direct or ")
+    assert of_the_rest.startswith(begins[kind.removeprefix("direct-")]), first
+    assert (of_the_rest != first) == (kind in DIRECT_KINDS)
 
 
 def test_scattered_pieces_land_in_their_places(pair: tuple[Party, Party]) -> None:
@@ -94,6 +96,21 @@ def test_scattered_pieces_land_in_their_places(pair: tuple[Party, Party]) -> Non
     wait_for(reader.notices)
 
     assert [reader.digest(order[i] * 80_000, 73_728) for i in range(100)] == digests
+
+
+def test_a_fence_that_is_done_comes_after_scattered_pieces_too(pair: tuple[Party, Party]) -> None:
+    writer, reader = pair
+    want = writer.fill(0, 64 * MIB, seed=2)
+
+    parts = [[(i * MIB, i * MIB, MIB) for i in range(first, 64, 4)] for first in range(4)]
+    data = [writer.post("reader", part, f"part {number}") for number, part in enumerate(parts)]
+    fence = writer.fence("reader", 77, 4242)
+    outcome(writer, fence)
+
+    assert reader.cell(77) == 4242
+    assert reader.digest(0, 64 * MIB) == want
+    assert [outcome(writer, handle) for handle in data] == [["Done", 16 * MIB]] * 4
+    assert wait_for(lambda: len(reader.notices()) == 4)
 
 
 def test_each_write_announces_itself_once(pair: tuple[Party, Party]) -> None:

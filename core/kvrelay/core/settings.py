@@ -98,6 +98,9 @@ class NodeSettings(CommonSettings):
         pattern=r"^([a-z0-9_]+(,[a-z0-9_]+)*)?$",
         description="UCX transports that relays should use, e.g. rc,cuda_ipc, else it is warned; empty = any but tcp",
     )
+    direct_writes: bool = Field(
+        True, description="write scattered pages straight into GPU pools of other processes of this host"
+    )
     heartbeat_s: float = Field(
         2.0, gt=0, description="time between registry heartbeats; the record lives three of them"
     )

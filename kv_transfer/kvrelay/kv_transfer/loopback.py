@@ -163,6 +163,9 @@ class LoopbackTransport:
     def route(self, peer: str) -> str:
         return "sockets/lo"
 
+    def scatters(self, peer: str) -> bool:
+        return False
+
     def disconnect(self, peer: str) -> None:
         gone = self._outgoing.pop(peer, None)
         if gone is not None:

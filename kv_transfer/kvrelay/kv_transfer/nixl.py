@@ -24,7 +24,7 @@ import numpy as np
 from kvrelay.core.errors import TransferError
 from kvrelay.core.types import Counters
 from kvrelay.kv_transfer.fence_cells import FenceMemory, Source
-from kvrelay.kv_transfer.plan import Copy, table_of
+from kvrelay.kv_transfer.plan import Copy, CopyTable, table_of
 from kvrelay.kv_transfer.transport import (
     CELL_BYTES,
     PENDING,
@@ -140,6 +140,9 @@ class NixlTransport:
             return new[-1]  # what it chose before was for the time until all lanes are connected
         return " or ".join(sorted({route for route in new or ours if route}))
 
+    def scatters(self, peer: str) -> bool:
+        return False
+
     def disconnect(self, peer: str) -> None:
         self._routes.pop(peer, None)
         self._choices_before.pop(peer, None)
@@ -154,18 +157,16 @@ class NixlTransport:
 
     def post(self, peer: str, copies: Sequence[Copy], notice: bytes) -> Handle:
         there = self._peer(peer).pool
-        table = table_of(copies).astype(np.uint64)
-        local = _descriptors(self._pool, table[:, 0], table[:, 2])
-        remote = _descriptors(there, table[:, 1], table[:, 2])
+        table = table_of(copies)
+        local, remote = _descriptors(self._pool, table, 0), _descriptors(there, table, 1)
         return self._start(peer, (_kind(self._pool), local), (_kind(there), remote), notice, None)
 
     def write_fence(self, peer: str, cell: int, value: int) -> Handle:
         there = self._peer(peer).fence
         sources = self._fences.sources
         source, here = sources.take(value), sources.region
-        size = np.array([CELL_BYTES], dtype=np.uint64)
-        local = _descriptors(here, np.array([source * CELL_BYTES], dtype=np.uint64), size)
-        remote = _descriptors(there, np.array([cell * CELL_BYTES], dtype=np.uint64), size)
+        table = table_of([Copy(source * CELL_BYTES, cell * CELL_BYTES, CELL_BYTES)])
+        local, remote = _descriptors(here, table, 0), _descriptors(there, table, 1)
         try:
             return self._start(peer, (_kind(here), local), (_kind(there), remote), b"", source)
         except TransferError:
@@ -242,13 +243,12 @@ def _device(region: Region) -> int:
     return max(region.device_id, 0)
 
 
-def _descriptors(region: Region, offsets: Any, sizes: Any) -> Any:
-    """Return NIXL's N x 3 table of (address, bytes, device)."""
-    table = np.empty((len(offsets), 3), dtype=np.uint64)
-    table[:, 0] = np.uint64(region.address) + offsets
-    table[:, 1] = sizes
-    table[:, 2] = _device(region)
-    return table
+def _descriptors(region: Region, table: CopyTable, side: int) -> Any:
+    """Return NIXL's N x 3 table of (address, bytes, device) of the sources, 0, or targets, 1, of copies."""
+    found = table.take((side, 2, 2), axis=1)
+    found[:, 0] += region.address
+    found[:, 2] = _device(region)
+    return found.view(np.uint64)
 
 
 def _configure_ucx(*, net_devices: str, tcp_port_range: str) -> UcxLog:

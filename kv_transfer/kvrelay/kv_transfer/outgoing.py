@@ -145,10 +145,11 @@ class Outgoing:
     def _begin(self, transport: Transport, counters: Counters) -> tuple[TransferEvent, ...] | None:
         """Post the next part, or begin to gather its rows; None when it waits for room that our own writes hold."""
         posting = self._waiting[0]
-        if self.packer is None or not self.packer.gains(posting.copies):
+        packer = None if transport.scatters(self.peer) else self.packer
+        if packer is None or not packer.gains(posting.copies):
             # Parts leave in any order: this one need not wait for those that are being gathered.
             return self._post(transport, counters, self._waiting.popleft(), None)
-        packed = self.packer.start(posting.copies)
+        packed = packer.start(posting.copies)
         if packed is not None:
             self._packing.append((self._waiting.popleft(), packed))
             return ()

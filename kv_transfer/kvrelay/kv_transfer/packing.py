@@ -20,7 +20,13 @@ from kvrelay.kv_transfer.plan import Copies, Copy, CopyTable, table_of
 # Starts copying the sources of copies, in order, to an offset of the same memory; the returned call says if it is done.
 Gather = Callable[[CopyTable, int], Callable[[], bool]]
 _FEWEST_COPIES = 4  # fewer are posted as fast as one is gathered
+_LARGE_BYTES = 2 << 20  # pieces of this size go at the speed of the link
 _ALIGN_BYTES = 256
+
+
+def is_scattered(copies: Sequence[Copy]) -> bool:
+    """Return whether pieces are many and small: one by one they would go far below the speed of a link."""
+    return len(copies) >= _FEWEST_COPIES and int(table_of(copies)[:, 2].sum()) < _LARGE_BYTES * len(copies)
 
 
 class Packed(Protocol):

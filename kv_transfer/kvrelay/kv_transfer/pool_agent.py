@@ -17,6 +17,8 @@ from kvrelay.kernels.pieces import WORD_BYTES
 from kvrelay.kernels.triton_support import triton_refuses
 from kvrelay.kv_transfer import device_pool
 from kvrelay.kv_transfer.agent_thread import TransferThread
+from kvrelay.kv_transfer.direct import DirectTransport
+from kvrelay.kv_transfer.direct_pool import DirectPool, direct_refuses
 from kvrelay.kv_transfer.fence_cells import FenceCells, FenceMemory
 from kvrelay.kv_transfer.hub_values import HubCallbacks
 from kvrelay.kv_transfer.local import DeviceSums, Limits, LocalPool
@@ -101,6 +103,14 @@ def packer(pool: LatentPool) -> Packer | None:
     return Packer(gather, offset_bytes=pool.num_bytes, num_bytes=pool.staging_bytes)
 
 
+def with_direct_writes(transport: Transport, pool: LatentPool, *, counters: Counters) -> Transport:
+    """Return a transport that writes scattered pieces into mapped pools itself; the same one where this cannot be."""
+    if (why := direct_refuses(pool)) is not None:
+        log.info("no pages are written directly from this pool: %s", why)
+        return transport
+    return DirectTransport(transport, DirectPool(pool), counters=counters)
+
+
 def start_agent(
     pool: LatentPool,
     settings: NodeSettings,
@@ -140,7 +150,7 @@ def start_agent(
         )
         _say_own_route(transport.address().agent_name, prove_relay(transport, pool), expected)
         counters.values.clear()  # that page was nobody's
-        return transport
+        return with_direct_writes(transport, pool, counters=counters) if settings.direct_writes else transport
 
     thread = TransferThread(
         make,

@@ -1,7 +1,8 @@
 """The data plane as the rest of the hand-off sees it: one-sided writes into a peer's pool, each with a notification.
 
-Implementations: nixl.py (RDMA, NVLink, shared memory, TCP through NIXL over UCX) and loopback.py (plain sockets). One
-thread owns a transport and makes every call: see agent_thread.py.
+Implementations: nixl.py (RDMA, NVLink, shared memory, TCP through NIXL over UCX) and loopback.py (plain sockets);
+direct.py lets scattered pieces bypass one of these. One thread owns a transport and makes every call: see
+agent_thread.py.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Address:
     pool: Region
     pool_pages: int
     fence: Region
+    mapping: bytes = b""  # opaque; how a writer on the same host maps the pool, empty = it cannot
+    mapping_digest: int = 0
 
     def check(self, *, transport: str) -> None:
         """Raise InvalidRequestError unless this is an address of `transport` in one piece.
@@ -59,6 +62,8 @@ class Address:
             raise InvalidRequestError(f"agent {self.agent_name} speaks {self.transport!r}, not {transport!r}")
         if digest(self.metadata) != self.metadata_digest:
             raise InvalidRequestError(f"the metadata of agent {self.agent_name} does not match its digest")
+        if self.mapping and digest(self.mapping) != self.mapping_digest:
+            raise InvalidRequestError(f"the mapping of agent {self.agent_name} does not match its digest")
 
 
 def digest(metadata: bytes) -> int:
@@ -73,6 +78,11 @@ def agent_name(node: Incarnation, rank: int) -> str:
 def node_name(agent: str) -> str:
     """Return the name of the node, the same in all its lives, that an agent's name was made of."""
     return agent.rpartition("/")[0].rpartition("@")[0]
+
+
+def same_rank(agent: str, other: str) -> bool:
+    """Return whether two agents are of one rank of one node, in whatever lives."""
+    return node_name(agent) == node_name(other) and agent.rpartition("/")[2] == other.rpartition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +135,10 @@ class Transport(Protocol):
 
         Empty = not known; "a or b" = one of these.
         """
+        ...
+
+    def scatters(self, peer: str) -> bool:
+        """Return whether many small copies to a peer go as fast as few large ones: then nothing is to be packed."""
         ...
 
     def disconnect(self, peer: str) -> None:

@@ -57,6 +57,8 @@ def address_from_pb(message: handoff_pb2.TransportAddress) -> Address:
         pool=Region(message.pool_address, message.pool_bytes, message.device_id),
         pool_pages=message.pool_pages,
         fence=Region(message.fence_address, message.fence_bytes, message.device_id),
+        mapping=message.mapping,
+        mapping_digest=message.mapping_digest,
     )
 
 
@@ -73,6 +75,8 @@ def address_to_pb(value: Address) -> handoff_pb2.TransportAddress:
         fence_address=value.fence.address,
         fence_bytes=value.fence.num_bytes,
         device_id=value.pool.device_id,
+        mapping=value.mapping,
+        mapping_digest=value.mapping_digest,
     )
 
 

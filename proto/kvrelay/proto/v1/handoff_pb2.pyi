@@ -140,6 +140,8 @@ class TransportAddress(_message.Message):
     FENCE_ADDRESS_FIELD_NUMBER: _builtins.int
     FENCE_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_ID_FIELD_NUMBER: _builtins.int
+    MAPPING_FIELD_NUMBER: _builtins.int
+    MAPPING_DIGEST_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """"nixl" or "loopback"; both sides must use the same."""
     agent_name: _builtins.str
@@ -157,6 +159,10 @@ class TransportAddress(_message.Message):
     fence_bytes: _builtins.int
     device_id: _builtins.int
     """CUDA device of both regions, -1 for host memory."""
+    mapping: _builtins.bytes
+    """Opaque: how a writer on the same host maps the pool; empty = it cannot."""
+    mapping_digest: _builtins.int
+    """xxh3-64 of mapping, if there is one."""
     def __init__(
         self,
         *,
@@ -170,10 +176,12 @@ class TransportAddress(_message.Message):
         fence_address: _builtins.int = ...,
         fence_bytes: _builtins.int = ...,
         device_id: _builtins.int = ...,
+        mapping: _builtins.bytes = ...,
+        mapping_digest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "device_id", b"device_id", "fence_address", b"fence_address", "fence_bytes", b"fence_bytes", "metadata", b"metadata", "metadata_digest", b"metadata_digest", "pool_address", b"pool_address", "pool_bytes", b"pool_bytes", "pool_pages", b"pool_pages", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "device_id", b"device_id", "fence_address", b"fence_address", "fence_bytes", b"fence_bytes", "mapping", b"mapping", "mapping_digest", b"mapping_digest", "metadata", b"metadata", "metadata_digest", b"metadata_digest", "pool_address", b"pool_address", "pool_bytes", b"pool_bytes", "pool_pages", b"pool_pages", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,51 @@
+"""What an agent's address says of its pool's device memory to writers in other processes of the same host."""
+
+from __future__ import annotations
+
+import struct
+import uuid
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Self
+
+from kvrelay.core.errors import TransferError
+
+_VERSION = 1
+_VERSION_FORMAT = struct.Struct("<H")
+_FORMAT = struct.Struct("<16s64sQ")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """A handle that other processes open, and where the pool begins in the allocation that it stands for."""
+
+    boot_id: bytes  # 16: of the host, from its start to its end
+    handle: bytes  # 64, of the driver
+    offset_bytes: int
+
+    def encode(self) -> bytes:
+        return _VERSION_FORMAT.pack(_VERSION) + _FORMAT.pack(self.boot_id, self.handle, self.offset_bytes)
+
+    @classmethod
+    def decode(cls, blob: bytes) -> Self:
+        """Return what `encode` was given.
+
+        Raises:
+            TransferError: there is none, it is of a version that is unknown here, or of another host.
+        """
+        if not blob:
+            raise TransferError("it offers no mapping of its pool")
+        if len(blob) != _VERSION_FORMAT.size + _FORMAT.size or _VERSION_FORMAT.unpack_from(blob) != (_VERSION,):
+            raise TransferError(f"{len(blob)} bytes are no mapping of version {_VERSION}")
+        found = cls(*_FORMAT.unpack_from(blob, _VERSION_FORMAT.size))
+        if found.boot_id != boot_id():
+            raise TransferError("it is on another host, or was before this one was started again")
+        return found
+
+
+@cache
+def boot_id() -> bytes:
+    """Return 16 bytes that all processes of this host share, also those in containers, until it is started again."""
+    return uuid.UUID(_BOOT_ID.read_text().strip()).bytes
