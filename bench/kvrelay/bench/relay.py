@@ -6,6 +6,8 @@ scattered: pages of 64 tokens scattered on both sides, one descriptor each; as w
 packed: pages scattered at the writer, in a run at the reader: parts of 64 MiB through the packer of the product, which
 gathers one part while those before it are on their way.
 packed_small: the same in parts of 8,192 tokens, as the prefix cache's rows leave.
+direct, direct_small: pages scattered on both sides, in parts like these two, by a kernel that writes into the reader's
+mapped pool; only where this can be done.
 unpacked: pages scattered on both sides: parts packed into a run of the reader, which copies each part to its pages as
 it lands; the last copy is inside the time. The product has no such staging; see docs/handoff.md.
 """
@@ -40,7 +42,8 @@ from kvrelay.kv_transfer.nixl import NixlTransport
 from kvrelay.kv_transfer.outgoing import Outgoing, Posting
 from kvrelay.kv_transfer.packing import Gather, Packer
 from kvrelay.kv_transfer.plan import Copies, Copy, CopyTable, table_of
-from kvrelay.kv_transfer.transport import Done, Failed, Region
+from kvrelay.kv_transfer.pool_agent import with_direct_writes
+from kvrelay.kv_transfer.transport import Done, Failed, Region, Transport
 from kvrelay.kvcache.pool import LatentPool
 
 _ROUNDS = 7
@@ -56,6 +59,7 @@ class Side:
 
     pool: LatentPool
     transport: NixlTransport
+    direct: Transport  # around it; the same where nothing can be written directly
 
     @classmethod
     def make(cls, name: str, device: torch.device, pages: int) -> Side:
@@ -73,7 +77,7 @@ class Side:
         transport = NixlTransport(
             agent_name=name, pool=region, pool_pages=2 * pages, fences=fences, counters=Counters()
         )
-        return cls(pool, transport)
+        return cls(pool, transport, with_direct_writes(transport, pool, counters=Counters()))
 
     def scattered(self, seed: int) -> list[int]:
         """Return half of the pages in random order."""
@@ -117,7 +121,7 @@ def measure(writer: torch.device, reader: torch.device, *, megabytes: int) -> di
     try:
         side = Side.make("bench-writer", writer, pages)
         side.pool.layer(0).normal_()
-        peer = side.transport.connect(ours.recv())
+        peer = side.direct.connect(ours.recv())
         figures = _ways(side, peer, ours, reader, layout)
     finally:
         ours.send(None)
@@ -148,6 +152,8 @@ def _ways(
     in_a_run = table_of([Copy(a * page_bytes, (pages + b) * page_bytes, page_bytes) for b, a in enumerate(from_pages)])
     part_pages = max(1, _PART_BYTES // page_bytes)
 
+    scattered = table_of(each)
+
     def copy() -> None:
         target.copy_(side.packed_rows())
         synchronize(reader_device)
@@ -159,6 +165,17 @@ def _ways(
         _relay(side, peer, in_a_run, packer, part_pages=part_pages, tag=tag)
         reader.recv()
 
+    def check() -> None:
+        reader.send("check")
+        expected = side.pool.rows(0).index_select(0, slots).float().sum(dtype=torch.float64).item()
+        found = reader.recv()
+        if abs(found - expected) > 1e-6 * abs(expected):
+            raise TransferError(f"the reader holds other rows: sums {found} and {expected}")
+
+    def other_rows() -> None:
+        side.pool.layer(0)[:pages].neg_()  # the reader has nothing of this yet
+        synchronize(side.pool.device)
+
     ways: dict[str, Callable[[], None]] = {
         "copy": copy,
         "contiguous": lambda: _write(side, peer, whole),
@@ -167,20 +184,21 @@ def _ways(
         "packed_small": lambda: _relay(side, peer, in_a_run, packer, part_pages=_SMALL_PART_PAGES),
         "unpacked": unpacked,
     }
+    if side.direct.scatters(peer):
+        ways |= {
+            "direct": lambda: _relay(side, peer, scattered, None, part_pages=part_pages),
+            "direct_small": lambda: _relay(side, peer, scattered, None, part_pages=_SMALL_PART_PAGES),
+        }
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for round_number in range(_ROUNDS + 1):
         for name, way in ways.items():
             seconds = timed_s(way, side.pool.device)
             if round_number:
                 taken[name].append(seconds)
-    side.pool.layer(0)[:pages].neg_()  # the reader has nothing of this yet
-    synchronize(side.pool.device)
-    unpacked()
-    reader.send("check")
-    expected = side.pool.rows(0).index_select(0, slots).float().sum(dtype=torch.float64).item()
-    found = reader.recv()
-    if abs(found - expected) > 1e-6 * abs(expected):
-        raise TransferError(f"the reader holds other rows: sums {found} and {expected}")
+    for way in (unpacked, ways.get("direct", unpacked)):
+        other_rows()
+        way()
+        check()
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
@@ -201,8 +219,12 @@ def _write(side: Side, peer: str, copies: Sequence[Copy]) -> None:
             raise TransferError(f"a write of {len(copies)} pieces: {progress}")
 
 
-def _relay(side: Side, peer: str, copies: CopyTable, packer: Packer, *, part_pages: int, tag: bytes = b"") -> None:
+def _relay(
+    side: Side, peer: str, copies: CopyTable, packer: Packer | None, *, part_pages: int, tag: bytes = b""
+) -> None:
     """Write in parts of so many pages as a writer does, each announced by `tag` and its number; wait for all.
+
+    Without a packer they go directly.
 
     Raises:
         TransferError: one failed, or it took too long.
@@ -211,8 +233,9 @@ def _relay(side: Side, peer: str, copies: CopyTable, packer: Packer, *, part_pag
     for number, start in enumerate(range(0, len(copies), part_pages)):
         outgoing.add(Posting(Copies(copies[start : start + part_pages]), tag + number.to_bytes(4, "little")))
     counters, until_s = Counters(), time.monotonic() + _TIMEOUT_S
+    transport: Transport = side.direct if packer is None else side.transport
     while outgoing.busy:
-        outgoing.step(side.transport, counters)
+        outgoing.step(transport, counters)
         if outgoing.failure is not None or time.monotonic() > until_s:
             raise TransferError(f"parts of {part_pages} pages: {outgoing.failure or 'too slow'}")
 
@@ -235,7 +258,7 @@ def _read(writer: Connection, device: str, pages: int) -> None:
     side = Side.make("bench-reader", torch.device(device), pages)
     scattered = side.scattered(2)
     slots = side.slots(scattered)
-    writer.send(side.transport.address())
+    writer.send(side.direct.address())
     tables: dict[int, list[Tensor]] = {}
     while True:
         side.transport.notices()
