@@ -148,7 +148,9 @@ def start_agent(
             net_devices=settings.net_devices,
             tcp_port_range=settings.tcp_port_range,
         )
-        _say_own_route(transport.address().agent_name, prove_relay(transport, pool), expected)
+        _say_own_route(
+            transport.address().agent_name, prove_relay(transport, pool), expected, on_device=region.device_id >= 0
+        )
         counters.values.clear()  # that page was nobody's
         return with_direct_writes(transport, pool, counters=counters) if settings.direct_writes else transport
 
@@ -163,9 +165,12 @@ def start_agent(
     return agent
 
 
-def _say_own_route(name: str, route: str, expected: tuple[str, ...]) -> None:
-    """Warn when even within this process bytes go over TCP: then they do so to every peer."""
-    if is_expected(route, ()) or "tcp" in expected:
+def _say_own_route(name: str, route: str, expected: tuple[str, ...], *, on_device: bool) -> None:
+    """Warn when even within this process bytes of host memory go over TCP: then they do so to every peer.
+
+    Of a device's memory that says nothing: CUDA maps it into other processes, not once more into its own.
+    """
+    if on_device or is_expected(route, ()) or "tcp" in expected:
         log.info("%s has relayed a page to itself over %s", name, route)
     else:
         log.warning("%s relays over %s, even to itself; expected is shared memory, NVLink or RDMA", name, route)
