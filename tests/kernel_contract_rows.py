@@ -47,6 +47,7 @@ def test_the_fused_merge_equals_one_softmax(dtype: torch.dtype) -> None:
 
 
 PREFILL = [(1, 77, False), (33, 33, True), (300, 300, True), (5, 2500, False), (520, 520, True), (257, 31, False)]
+PREFILL.append((1100, 4096, False))  # 144 tiles of 16 heads on 132 processors: the last ones are attended apart
 
 
 @pytest.mark.skipif(not ON_GPU, reason="kernels of others, for GPUs alone")

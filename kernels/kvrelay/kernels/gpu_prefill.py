@@ -7,13 +7,14 @@ Shapes in this file: T query tokens, S keys, N heads, K = nope + R query/key wid
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvrelay.kernels.cute_dsl import ONE_AT_A_TIME
+from kvrelay.kernels.last_wave import attend_last_wave_apart, last_wave
 from kvrelay.kernels.optional import import_refuses
 
 if TYPE_CHECKING:
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 HALVES = (torch.bfloat16, torch.float16)
 MLA_WIDTHS = (192, 128)
 Attended = tuple[Tensor, Tensor]
-# FlashAttention-4 is compiled when a kind of call comes for the first time, and its compiler fails when two threads of
-# a process use it at once (seen with CuTe DSL 4.8.1). Calls only launch, so one at a time costs nothing.
-_FLASH4 = threading.Lock()
 
 
 def flash4_refuses(problem: Problem) -> str | None:
@@ -61,12 +59,21 @@ def _half_on_cuda(problem: Problem) -> str | None:
 def load_flash4() -> Callable[..., Attended]:
     from flash_attn.cute import flash_attn_func  # noqa: PLC0415 - optional
 
-    def attend(q_TNK: Tensor, k_SNK: Tensor, v_SNV: Tensor, *, scale: float, causal: bool) -> Attended:
-        with _FLASH4:
-            out_1TNV, lse_1NT = flash_attn_func(
-                q_TNK[None], k_SNK[None], v_SNV[None], softmax_scale=scale, causal=causal, return_lse=True
+    def batched(q_BTNK: Tensor, k_BSNK: Tensor, v_BSNV: Tensor, *, scale: float, causal: bool) -> Attended:
+        with ONE_AT_A_TIME:
+            out_BTNV, lse_BNT = flash_attn_func(
+                q_BTNK, k_BSNK, v_BSNV, softmax_scale=scale, causal=causal, return_lse=True
             )
-        return out_1TNV[0], lse_1NT[0].transpose(0, 1)
+        return out_BTNV, lse_BNT.transpose(1, 2)
+
+    def attend(q_TNK: Tensor, k_SNK: Tensor, v_SNV: Tensor, *, scale: float, causal: bool) -> Attended:
+        if not causal:
+            processors = torch.cuda.get_device_properties(q_TNK.device).multi_processor_count
+            wave = last_wave(len(q_TNK), q_TNK.shape[1], len(k_SNK), processors)
+            if wave is not None:
+                return attend_last_wave_apart(batched, q_TNK, k_SNK, v_SNV, wave, scale=scale)
+        out_1TNV, lse_1TN = batched(q_TNK[None], k_SNK[None], v_SNV[None], scale=scale, causal=causal)
+        return out_1TNV[0], lse_1TN[0]
 
     return attend
 
@@ -75,7 +82,7 @@ def load_flash4_ragged() -> Callable[..., Attended]:
     from flash_attn.cute import flash_attn_varlen_func  # noqa: PLC0415 - optional
 
     def attend(q_TNK: Tensor, k_SNK: Tensor, v_SNV: Tensor, ragged: Ragged, *, scale: float, causal: bool) -> Attended:
-        with _FLASH4:
+        with ONE_AT_A_TIME:
             out_TNV, lse_NT = flash_attn_varlen_func(
                 q_TNK, k_SNK, v_SNV,
                 cu_seqlens_q=ragged.query_starts,
