@@ -33,8 +33,9 @@ def test_what_is_missing_is_named_as_a_user_would_install_it(packages: Path) -> 
         ("import its_own_need_kvr", "No module named 'its_own_need_kvr'"),
         ("import ctypes; ctypes.CDLL('libabsent_kvr.so')", "libabsent_kvr.so"),
         ("raise RuntimeError('built for another device')", "built for another device"),
+        ("raise TypeError('another library is not as expected')", "another library is not as expected"),
     ],
-    ids=["needs_another", "library", "own_check"],
+    ids=["needs_another", "library", "own_check", "check_of_others"],
 )
 def test_what_is_installed_and_does_not_load_is_refused_with_the_reason(
     packages: Path, body: str, reason: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture

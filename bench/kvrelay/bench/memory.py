@@ -46,31 +46,28 @@ class Prediction:
 
 def predict(config: ModelConfig, *, pool_bytes: int, chunk_tokens: int, number_bytes: int) -> Prediction:
     """Return what a GPU will hold at the peak of a prefill in chunks of `chunk_tokens`."""
-    attention = _attention_bytes(config, chunk_tokens, number_bytes)
-    feed_forward = _feed_forward_bytes(config, chunk_tokens, number_bytes)
-    return Prediction(loaded_bytes(config, number_bytes), pool_bytes, max(attention, feed_forward))
-
-
-def _attention_bytes(config: ModelConfig, tokens: int, number_bytes: int) -> int:
-    """Return the temporaries while an earlier block is attended: queries, its keys and values, two partial results."""
     heads, row_width = config.num_heads, config.kv_lora_rank + config.rope_width
-    keys = PREFIX_BLOCK_TOKENS["cuda"]
-    hidden = tokens * config.hidden_size * number_bytes
-    queries = tokens * (heads * config.key_width + row_width) * number_bytes
-    expanded = heads * (config.key_width + config.nope_width + config.value_width) * number_bytes
-    partial = tokens * heads * (config.value_width * (number_bytes + _FP32) + 2 * _FP32)
-    return hidden + queries + keys * (row_width * number_bytes + expanded) + partial
+    expanded = heads * (config.key_width + config.value_width)
+    # A layer keeps its input, its first product, its rows, their keys and values, and the result of its attention.
+    kept = config.hidden_size + heads * config.key_width + 2 * row_width + expanded
+    kept_bytes = chunk_tokens * (kept * number_bytes + heads * (config.value_width * _FP32 + _FP32))
+    block_bytes = PREFIX_BLOCK_TOKENS["cuda"] * row_width * number_bytes
+    # While earlier rows are attended: their keys and values, and what comes of them, which may be put together.
+    partial = chunk_tokens * heads * (2 * config.value_width * number_bytes + _FP32)
+    attention = PREFIX_BLOCK_TOKENS["cuda"] * expanded * number_bytes + partial
+    temporaries = kept_bytes + block_bytes + max(attention, _feed_forward_bytes(config, chunk_tokens, number_bytes))
+    return Prediction(loaded_bytes(config, number_bytes), pool_bytes, temporaries)
 
 
 def _feed_forward_bytes(config: ModelConfig, tokens: int, number_bytes: int) -> int:
-    """Return the temporaries in an MoE layer, or in a dense one: residual, norm, and a block that is widened."""
+    """Return the temporaries in an MoE layer, or in a dense one: the attention's output, the sum with it and its norm,
+    and a block that is widened."""
     block = min(tokens, FEED_FORWARD_BLOCK_TOKENS["cuda"])
-    moe = config.moe
-    dense = block * 3 * config.intermediate_size
-    if moe is not None:
-        pairs = block * moe.experts_per_token
-        dense = max(dense, pairs * (config.hidden_size + 3 * moe.expert_width) + block * 3 * moe.shared_width)
-    return (2 * tokens * config.hidden_size + dense + block * config.hidden_size) * number_bytes
+    widened = block * 3 * config.intermediate_size
+    if config.moe is not None:
+        pairs = block * config.moe.experts_per_token
+        widened = max(widened, pairs * (config.hidden_size + 2 * config.moe.expert_width))
+    return (3 * tokens * config.hidden_size + widened) * number_bytes
 
 
 def run(options: argparse.Namespace) -> int:

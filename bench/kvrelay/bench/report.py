@@ -16,7 +16,17 @@ from typing import Any
 
 import psutil
 
-_PACKAGES = ("kvrelay", "torch", "numpy", "grpcio", "nixl-cu13", "triton", "sgl-flash-mla", "flash-attn-4")
+_PACKAGES = (
+    "kvrelay",
+    "torch",
+    "numpy",
+    "grpcio",
+    "nixl-cu13",
+    "triton",
+    "sgl-flash-mla",
+    "flash-attn-4",
+    "quack-kernels",
+)
 
 
 def paired(ours_s: Sequence[float], baseline_s: Sequence[float]) -> dict[str, float]:

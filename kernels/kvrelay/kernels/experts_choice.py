@@ -13,12 +13,37 @@ from torch import Tensor
 FEW_TOKENS = 64
 
 
-def expert_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """Return x @ weight^T [T, E] in fp32; `weight_ED` is fp32."""
+def bf16_parts(weight_ED: Tensor) -> Tensor | None:
+    """Return bf16 [P, E, D], P at most 3, whose sum in fp32 is exactly `weight_ED`, or None where there is none.
+
+    Three times the 8 bits of bf16 are the 24 of fp32; a weight that was bf16 in its checkpoint is its only part.
+    None is for numbers that are not finite, or so small that their last bits lie below what bf16 holds.
+    """
+    parts, rest_ED = [], weight_ED
+    for _ in range(3):
+        part_ED = rest_ED.bfloat16()
+        parts.append(part_ED)
+        rest_ED = rest_ED - part_ED.float()
+        if not rest_ED.any():
+            return torch.stack(parts)
+    return None
+
+
+def expert_logits(x_TD: Tensor, weight_ED: Tensor, parts_PED: Tensor | None = None) -> Tensor:
+    """Return x @ weight^T [T, E], as exact as an fp32 product.
+
+    Args:
+        weight_ED: fp32.
+        parts_PED: `bf16_parts` of it: tokens in bf16 are then multiplied on matrix units, and none is widened.
+    """
     if x_TD.is_cuda and x_TD.shape[0] <= FEW_TOKENS:
         from kvrelay.kernels.triton_layer import router_logits  # noqa: PLC0415 - CPUs need no Triton
 
         return router_logits(x_TD, weight_ED)
+    if parts_PED is not None and x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
+        from kvrelay.kernels.triton_router import logits_of_parts  # noqa: PLC0415
+
+        return logits_of_parts(x_TD, parts_PED)
     return F.linear(x_TD.float(), weight_ED)
 
 

@@ -22,7 +22,7 @@ def import_refuses(module: str, package: str) -> str | None:
         if err.name is not None and (module == err.name or module.startswith(f"{err.name}.")):
             return f"package {package} is not installed"
         return _warned(package, err)
-    except (ImportError, OSError, RuntimeError) as err:
+    except (ImportError, OSError, RuntimeError, TypeError) as err:  # the last: of a library that checks others
         return _warned(package, err)
     return None
 

@@ -186,26 +186,49 @@ def gated(wide_A2I: Tensor) -> Tensor:
 
 
 @triton.jit
-def _combine_kernel(rows_ptr, places_ptr, weights_ptr, out_ptr, width, TOP: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(
+    rows_ptr, places_ptr, weights_ptr, more_ptr, add_ptr, out_ptr, width, more_stride,
+    TOP: tl.constexpr, MORE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for index in tl.static_range(TOP):
-        place = tl.load(places_ptr + token * TOP + index)
+        place = tl.load(places_ptr + token * TOP + index).to(tl.int64)
         weight = tl.load(weights_ptr + token * TOP + index)
         total += weight * tl.load(rows_ptr + place * width + columns, mask=inside, other=0.0).to(tl.float32)
+    for index in tl.static_range(MORE):
+        more = more_ptr + index * more_stride + token * width + columns
+        total += tl.load(more, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        total += tl.load(add_ptr + token * width + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + columns, total, mask=inside)
 
 
-def combine(rows_AD: Tensor, places_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return per token the sum, in fp32 inside, of its K rows times their weights; places are int64 rows."""
+def combine(
+    rows_AD: Tensor,
+    places_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    more_STD: Tensor | None = None,
+    into_TD: Tensor | None = None,
+) -> Tensor:
+    """Return per token the sum, in fp32 inside, of its K rows times their weights; places are rows, any integers.
+
+    Args:
+        more_STD: contiguous, rows that are added as they are.
+        into_TD: contiguous, receives the sum on top of what it holds, and is returned.
+    """
     tokens, top = places_TK.shape
     width = rows_AD.shape[1]
-    out_TD = rows_AD.new_empty(tokens, width)
+    out_TD = rows_AD.new_empty(tokens, width) if into_TD is None else into_TD
+    assert out_TD.is_contiguous(), "rows of the output are neighbours"
     block = min(1024, triton.next_power_of_2(width))
     if tokens:
         _combine_kernel[(tokens, triton.cdiv(width, block))](
-            rows_AD, places_TK, weights_TK, out_TD, width, TOP=top, BLOCK=block, num_warps=4
-        )
+            rows_AD, places_TK, weights_TK, rows_AD if more_STD is None else more_STD, out_TD, out_TD, width,
+            tokens * width,
+            TOP=top, MORE=0 if more_STD is None else len(more_STD), ADD=into_TD is not None, BLOCK=block, num_warps=4,
+        )  # fmt: skip
     return out_TD

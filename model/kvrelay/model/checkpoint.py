@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.core.layout import DTYPE_BYTES
+from kvrelay.kernels.experts_choice import bf16_parts
 from kvrelay.kernels.rope import Rope, half_split_order
 from kvrelay.model.checkpoint_files import CheckpointFiles, files_of
 from kvrelay.model.config import ModelConfig, load_config
@@ -221,11 +222,14 @@ class _Builder:
                 self._take(f"{shared}.down_proj.weight").view(hidden, folded, width).transpose(0, 1)
             )
         biased = moe.routing.value == "noaux_tc"
+        weight_ED = self._take(f"{prefix}.gate.weight", torch.float32)
+        on_matrix_units = self._device.type == "cuda" and self._dtype == torch.bfloat16
         router = Router(
             config=moe,
-            weight_ED=self._take(f"{prefix}.gate.weight", torch.float32),
+            weight_ED=weight_ED,
             bias_E=self._take(f"{prefix}.gate.e_score_correction_bias", torch.float32) if biased else None,
             num_always=folded,
+            parts_PED=bf16_parts(weight_ED) if on_matrix_units else None,
         )
         separate = moe.shared_width and not folded
         return Moe(router, gate_up, down, self._mlp(f"{prefix}.shared_experts") if separate else None)

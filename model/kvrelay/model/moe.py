@@ -18,9 +18,15 @@ from kvrelay.kernels.grouped_experts import grouped_experts, grouped_experts_ref
 from kvrelay.kernels.residual_norm import Norm
 from kvrelay.model.config import MoeConfig, Routing
 
+# From here on the experts that see every token are one dense product: fewer launches matter no longer, copies do.
+APART_TOKENS = 1024
+
 
 class FeedForward(Protocol):
     def __call__(self, x_TD: Tensor) -> Tensor: ...
+
+    def add_to(self, hidden_TD: Tensor, x_TD: Tensor) -> None:
+        """Add this layer's answer to `x_TD` to hidden, in place."""
 
     def few_refuses(self) -> str | None:
         """Return None, or the reason why `add_few` cannot run."""
@@ -38,6 +44,9 @@ class GatedMlp:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return F.linear(_gated(F.linear(x_TD, self.gate_up)), self.down)
+
+    def add_to(self, hidden_TD: Tensor, x_TD: Tensor) -> None:
+        hidden_TD.add_(self(x_TD))
 
     def few_refuses(self) -> str | None:
         return None
@@ -57,18 +66,20 @@ class Router:
     weight_ED: Tensor  # fp32
     bias_E: Tensor | None  # fp32, added for the choice only
     num_always: int = 0  # shared experts that stand behind the others and see every token
+    parts_PED: Tensor | None = None  # `bf16_parts` of the weight, where products of bf16 can use them
 
-    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (weights_TK fp32, experts_TK int64)."""
+    def __call__(self, x_TD: Tensor, *, names_always: bool = True) -> tuple[Tensor, Tensor]:
+        """Return (weights_TK fp32, experts_TK int64); the experts for every token are among them only when named."""
         config = self.config
-        logits_TE = expert_logits(x_TD, self.weight_ED)
+        num_always = self.num_always if names_always else 0
+        logits_TE = expert_logits(x_TD, self.weight_ED, self.parts_PED)
         if config.routing is Routing.SOFTMAX_GREEDY:
             return softmax_experts(
                 logits_TE,
                 num_chosen=config.experts_per_token,
                 scale=config.weight_scale,
                 normalise=config.normalise_weights,
-                num_always=self.num_always,
+                num_always=num_always,
             )
         if config.routing is Routing.SIGMOID_NOAUX:
             assert self.bias_E is not None, "noaux_tc has a bias"
@@ -82,7 +93,7 @@ class Router:
         if config.normalise_weights:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         weights_TK = weights_TK * config.weight_scale
-        return with_always(weights_TK, experts_TK, first=config.num_experts, num_always=self.num_always)
+        return with_always(weights_TK, experts_TK, first=config.num_experts, num_always=num_always)
 
     def _eligible(self, scores_TE: Tensor, *, best_of_group: int, masked: float) -> Tensor:
         """Mask the experts outside each token's best groups; a group counts by its `best_of_group` best experts."""
@@ -109,9 +120,17 @@ class Moe:
     shared: GatedMlp | None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        weights_TK, experts_TK = self.router(x_TD)
-        routed_TD = self._routed(x_TD, weights_TK, experts_TK)
+        if grouped_experts_refuse(x_TD) is None:
+            routed_TD = self._grouped(x_TD)
+        else:
+            routed_TD = self._routed(x_TD, *self.router(x_TD))
         return routed_TD if self.shared is None else routed_TD + self.shared(x_TD)
+
+    def add_to(self, hidden_TD: Tensor, x_TD: Tensor) -> None:
+        if self.shared is None and hidden_TD.is_contiguous() and grouped_experts_refuse(x_TD) is None:
+            self._grouped(x_TD, hidden_TD)
+        else:
+            hidden_TD.add_(self(x_TD))
 
     def few_refuses(self) -> str | None:
         if self.router.config.routing is not Routing.SOFTMAX_GREEDY:
@@ -128,10 +147,15 @@ class Moe:
         )  # fmt: skip
         return add_experts(hidden_TD, norm, experts)
 
+    def _grouped(self, x_TD: Tensor, into_TD: Tensor | None = None) -> Tensor:
+        num_apart = self.router.num_always if len(x_TD) >= APART_TOKENS else 0
+        weights_TK, experts_TK = self.router(x_TD, names_always=not num_apart)
+        return grouped_experts(
+            x_TD, weights_TK, experts_TK, self.gate_up, self.down, num_apart=num_apart, into_TD=into_TD
+        )
+
     def _routed(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """Sort the pairs by expert, so that each expert that is hit works on one contiguous slice."""
-        if grouped_experts_refuse(x_TD) is None:
-            return grouped_experts(x_TD, weights_TK, experts_TK, self.gate_up, self.down)
         if x_TD.is_cuda and x_TD.shape[0] <= FEW_TOKENS:
             return self._gathered(x_TD, weights_TK, experts_TK)
         num_tokens, per_token = experts_TK.shape

@@ -21,8 +21,8 @@ from kvrelay.model.mla import Attention, Projected
 from kvrelay.model.moe import FeedForward
 
 # A feed-forward layer widens its input many times over; longer inputs are taken in pieces. On GPUs large ones, so that
-# each of many experts still gets enough rows to fill the device: 1.6 GB of temporaries with DeepSeek-V2-Lite's widths.
-FEED_FORWARD_BLOCK_TOKENS = {"cpu": 4096, "cuda": 16_384}
+# each of many experts still gets enough rows to fill the device: 2.2 GB of temporaries with DeepSeek-V2-Lite's widths.
+FEED_FORWARD_BLOCK_TOKENS = {"cpu": 4096, "cuda": 32_768}
 # Logits of many tokens are computed this many at a time: 64 MiB in fp32.
 LOGITS_BLOCK_NUMBERS = 1 << 24
 
@@ -86,11 +86,12 @@ class Layer:
         hidden_TD, normed_TD = add_rms_norm(hidden_TD, attended_TD, self._post_norm_D, self._eps)
         block_tokens = FEED_FORWARD_BLOCK_TOKENS[hidden_TD.device.type]
         if hidden_TD.shape[0] <= block_tokens:
-            return hidden_TD.add_(self._feed_forward(normed_TD))
+            self._feed_forward.add_to(hidden_TD, normed_TD)
+            return hidden_TD
         for block_TD, block_normed_TD in zip(
             torch.split(hidden_TD, block_tokens), torch.split(normed_TD, block_tokens), strict=True
         ):
-            block_TD.add_(self._feed_forward(block_normed_TD))
+            self._feed_forward.add_to(block_TD, block_normed_TD)
         return hidden_TD
 
 
