@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import statistics
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.checkpoint import load_model
 from kvrelay.model.config import MoeConfig, Routing
 from kvrelay.model.moe import GatedMlp, Moe, Router
+from kvrelay.model.prefill_step import warm_up
 from kvrelay.model.single import SingleEngine
 from kvrelay.model.transformer import Model
 from oracle_data import oracle_folder, recording
@@ -212,3 +215,22 @@ def test_shared_experts_see_every_token_unweighted() -> None:
     out = Moe(Router(config, torch.randn(2, 3), None), torch.zeros(2, 2, 3), torch.zeros(2, 3, 1), shared)(x)
 
     torch.testing.assert_close(out, shared(x))
+
+
+def test_a_warm_up_uses_one_layer_of_each_kind() -> None:
+    model = a_model()
+    finished: list[int] = []
+
+    class Watched:
+        def __init__(self, number: int) -> None:
+            self._number = number
+
+        def __getattr__(self, name: str) -> object:
+            if name == "finish":
+                finished.append(self._number)
+            return getattr(model.layers[self._number], name)
+
+    watched: Any = [Watched(number) for number in range(len(model.layers))]
+    warm_up(dataclasses.replace(model, layers=tuple(watched)))
+
+    assert sorted(model.config.is_moe_layer(number) for number in finished) == [False, True]

@@ -15,7 +15,9 @@ from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.transformer import Model
 
 # Earlier rows are expanded this many at a time, so memory does not grow with the prompt.
-PREFIX_BLOCK_TOKENS = {"cpu": 4096, "cuda": 32_768}
+PREFIX_BLOCK_TOKENS = {"cpu": 4096, "cuda": 131_072}
+# Enough that every kernel of a long prompt is chosen.
+_WARM_UP_TOKENS = 4096
 
 
 @torch.inference_mode()
@@ -41,10 +43,29 @@ def prefill_forward(
         pool.write(number, slots[start:end], projected.rows_TW)
         k_TNK, v_TNV = layer.expand(projected.rows_TW)
         out_TNV, lse_TN = attend_block(projected.q_TNK, k_TNK, v_TNV, scale=model.softmax_scale, causal=True)
-        if start:
-            out_TNV = out_TNV.float()  # partial results are joined in fp32
+        if start > block_tokens:  # more than two partial results are joined in fp32
+            out_TNV = out_TNV.float()
         for first in range(0, start, block_tokens):
             rows_SW = pool.read(number, slots[first : min(first + block_tokens, start)])
             merge_in_place(out_TNV, lse_TN, *layer.attend(projected.q_TNK, rows_SW, scale=model.softmax_scale))
         hidden_TD = layer.finish(hidden_TD, out_TNV)
     return hidden_TD
+
+
+@torch.inference_mode()
+def warm_up(model: Model) -> None:
+    """Compute one layer of each kind over some tokens, with and without rows before them, and keep nothing.
+
+    On a GPU some kernels are compiled at their first use, which takes seconds: no request waits for that afterwards,
+    nor a ring for one of its ranks.
+    """
+    tokens, scale = _WARM_UP_TOKENS, model.softmax_scale
+    positions_T = torch.arange(tokens, device=model.device)
+    rope = model.rope(positions_T, tokens)
+    for layer in {model.config.is_moe_layer(number): layer for number, layer in enumerate(model.layers)}.values():
+        hidden_TD = model.embed(positions_T % model.config.vocab_size)
+        projected = layer.project(hidden_TD, rope)
+        k_TNK, v_TNV = layer.expand(projected.rows_TW)
+        out_TNV, lse_TN = attend_block(projected.q_TNK, k_TNK, v_TNV, scale=scale, causal=True)
+        merge_in_place(out_TNV, lse_TN, *layer.attend(projected.q_TNK, projected.rows_TW, scale=scale))
+        layer.finish(hidden_TD, out_TNV)

@@ -14,6 +14,7 @@ from kvrelay.kv_transfer.pool_agent import GPU_STAGING_BYTES, PoolAgent, start_a
 from kvrelay.kv_transfer.values import MAX_RING_SIZE
 from kvrelay.kvcache.host_store import HostStore, host_pages
 from kvrelay.model.loaded import Loaded
+from kvrelay.model.prefill_step import warm_up
 from kvrelay.prefill_node.chunk_plan import ChunkPlanner
 from kvrelay.prefill_node.group import RingGroup
 from kvrelay.prefill_node.handoff import WriterOpener
@@ -25,10 +26,14 @@ from kvrelay.proto.tls import Tls
 
 
 def load_rank(settings: PrefillSettings, place: RankPlace) -> Loaded:
-    """Load this rank's model and allocate its pool, on a GPU with room to pack what leaves scattered."""
-    return Loaded.load(
+    """Load this rank's model and allocate its pool, on a GPU with room to pack what leaves scattered, and warm up."""
+    loaded = Loaded.load(
         settings, local_rank=place.local_rank, num_ranks=place.ring_size, gpu_staging_bytes=GPU_STAGING_BYTES
     )
+    if loaded.device.type == "cuda":
+        loaded.pool.bind_thread()
+        warm_up(loaded.model)
+    return loaded
 
 
 def align_tokens(device: torch.device) -> int:
