@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from direct_reader import HELD_UP_CYCLES, LAYOUT, PAGES, Reader, Side, digest, first_rows, hold_up
+from kvrelay.core.errors import TransferError
 from kvrelay.core.types import Counters
+from kvrelay.kv_transfer.mapping import Mapping
 from kvrelay.kv_transfer.outgoing import Outgoing, Posting
 from kvrelay.kv_transfer.plan import Copies, Copy
 from kvrelay.kv_transfer.transport import PENDING, Done, Failed, Handle, Progress
@@ -160,6 +162,16 @@ def test_a_killed_reader_fails_its_own_writes_alone_and_its_next_life_is_mapped_
     assert reader.ask("now") == digest(expected)
     assert again.ask("seen", b"anew", 10.0) == digest(anew)
     again.kill()
+
+
+@pytest.mark.parametrize(("offset_bytes", "num_bytes"), [(8, 16), (0, 1 << 40), (1 << 40, 16)])
+def test_a_pool_that_does_not_lie_in_what_was_mapped_is_refused(
+    pair: tuple[Side, Reader, Tensor], offset_bytes: int, num_bytes: int
+) -> None:
+    writer, reader, _ = pair
+
+    with pytest.raises(TransferError, match="are no pool in the"):
+        writer.direct.open(Mapping.decode(reader.address.mapping).handle, offset_bytes, num_bytes)
 
 
 def test_a_second_after_its_death_no_kernel_of_a_writer_writes_any_more(writer: Side) -> None:

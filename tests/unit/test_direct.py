@@ -7,6 +7,7 @@ import mmap
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -91,8 +92,9 @@ def test_scattered_pieces_go_directly_and_each_byte_is_counted_once(writer: Side
         [*PIECES[:7], Copy(0, SIZE - 32, 24)],
         [*PIECES[:7], Copy(8, 0, 16)],
         [Copy(0, 0, 4 << 20)] * 4,
+        [*PIECES, Copy(0, 16, 0)],
     ],
-    ids=["few", "odd", "between two words", "large"],
+    ids=["few", "odd", "between two words", "large", "empty"],
 )
 def test_what_is_not_for_a_kernel_goes_the_other_way(writer: Side, reader: Side, copies: list[Copy]) -> None:
     writer.transport.post("reader@1/0", copies, b"n")
@@ -101,7 +103,7 @@ def test_what_is_not_for_a_kernel_goes_the_other_way(writer: Side, reader: Side,
 
 
 def test_a_piece_outside_of_the_peers_pool_is_never_a_kernels(writer: Side, reader: Side) -> None:
-    for outside in (Copy(0, SIZE - 16, 32), Copy(0, SIZE, 16)):
+    for outside in (Copy(0, SIZE - 16, 32), Copy(0, SIZE, 16), Copy(0, (1 << 63) - 16, 32)):
         writer.transport.post("reader@1/0", [*PIECES, outside], b"n")
         assert not writer.pool.queue
 
@@ -233,6 +235,18 @@ def test_a_damaged_mapping_is_refused(writer: Side) -> None:
 
     with pytest.raises(InvalidRequestError, match="mapping of agent reader@1/0 does not match its digest"):
         writer.transport.connect(replace(address, mapping=address.mapping[::-1]))
+
+
+def test_a_host_that_does_not_say_which_one_it_is_maps_nothing_and_is_not_mapped(
+    reader: Side, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mapping, "_BOOT_ID", tmp_path / "nothing")
+    mapping.boot_id.cache_clear()
+    nameless = Side("nameless@1/0")
+
+    assert nameless.transport.address().mapping == b""
+    nameless.transport.connect(reader.transport.address())
+    assert not nameless.transport.scatters("reader@1/0")
 
 
 def test_an_agent_does_not_map_its_own_pool(writer: Side) -> None:

@@ -43,7 +43,10 @@ def open_memory(handle: bytes, device_id: int) -> tuple[int, int]:
     with _current(device_id) as driver:
         opened = driver.cuIpcOpenMemHandle_v2(byref(base), _Handle.from_buffer_copy(handle), _ENABLE_PEER_ACCESS)
         _check(opened, "map the pool")
-        _check(driver.cuMemGetAddressRange_v2(byref(start), byref(size), base), "find the mapping")
+        found = driver.cuMemGetAddressRange_v2(byref(start), byref(size), base)
+        if found:
+            driver.cuIpcCloseMemHandle(base)
+        _check(found, "find the mapping")
     return base.value, start.value + size.value - base.value
 
 

@@ -271,7 +271,9 @@ class DirectTransport:
 def _may_be_copied(table: CopyTable, pool_bytes: int) -> bool:
     """Return whether pieces lie whole in the peer's pool, for no one else looks, and a kernel can move them."""
     bits = int(np.bitwise_or.reduce(table, axis=None))  # negative when one number is
-    return bits >= 0 and bits % WHOLE_BYTES == 0 and int((table[:, 1] + table[:, 2]).max()) <= pool_bytes
+    if bits >> 62 or bits % WHOLE_BYTES:  # below that no sum overflows
+        return False
+    return int(table[:, 2].min()) > 0 and int((table[:, 1] + table[:, 2]).max()) <= pool_bytes
 
 
 def _split(table: CopyTable) -> tuple[CopyTable, Copy]:
