@@ -33,7 +33,8 @@ class Mapping:
         """Return what `encode` was given.
 
         Raises:
-            TransferError: there is none, it is of a version that is unknown here, or of another host.
+            TransferError: there is none, it is of a version that is unknown here or of another host, or it cannot be
+                said of which.
         """
         if not blob:
             raise TransferError("it offers no mapping of its pool")
@@ -47,5 +48,12 @@ class Mapping:
 
 @cache
 def boot_id() -> bytes:
-    """Return 16 bytes that all processes of this host share, also those in containers, until it is started again."""
-    return uuid.UUID(_BOOT_ID.read_text().strip()).bytes
+    """Return 16 bytes that all processes of this host share, also those in containers, until it is started again.
+
+    Raises:
+        TransferError: the kernel does not say, as in some sandboxes.
+    """
+    try:
+        return uuid.UUID(_BOOT_ID.read_text().strip()).bytes
+    except (OSError, ValueError) as err:
+        raise TransferError(f"this host does not say which one it is: {err}") from err
