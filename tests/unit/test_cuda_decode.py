@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvrelay.core.errors import NoKernelError
 from kvrelay.kernels import cuda_choice, nvrtc, quant, reference
-from kvrelay.kernels.cuda_decode import HEADS, SOURCE, STAGES, Arguments, Results
+from kvrelay.kernels.cuda_decode import HEADS, SOURCE, STAGES, Arguments, Results, compile_refuses
 from kvrelay.kernels.paged_plan import PagedPlan
 from repo import ROOT
 
@@ -120,7 +120,10 @@ def test_the_kernel_on_the_host_equals_the_reference(
         assert float((out[seq] - expected[0]).norm() / expected.norm()) < 1e-3  # weights are rounded to f16
 
 
-@pytest.mark.skipif(nvrtc.nvrtc_refuses() is not None, reason=f"{nvrtc.nvrtc_refuses()}")
+needs_nvrtc = pytest.mark.skipif(nvrtc.nvrtc_refuses() is not None, reason=f"{nvrtc.nvrtc_refuses()}")
+
+
+@needs_nvrtc
 def test_nvrtc_takes_the_source() -> None:
     image, log = nvrtc.compile_image(SOURCE, "sm_90", {"PAGE": 64, "STAGES": STAGES})
 
@@ -128,6 +131,20 @@ def test_nvrtc_takes_the_source() -> None:
     assert "Compiling entry function 'decode'" in log
     with pytest.raises(NoKernelError, match="error: "):
         nvrtc.compile_image(SOURCE, "sm_90", {"PAGE": 64})
+
+
+@needs_nvrtc
+def test_what_cannot_be_built_is_refused_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 9))
+
+    why = compile_refuses(torch.device("cuda", 7), 64)
+
+    assert why is not None
+    assert why.startswith("cannot be built: ")
+    assert "invalid value for --gpu-architecture" in why
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,11 @@ import torch
 from kvrelay.kernels.nvrtc import nvrtc_refuses
 from kvrelay.kernels.triton_support import triton_refuses
 
-SHARED_BYTES = 227 * 1024  # of a block: all that Hopper gives one
-
 
 def cuda_decode_refuses(
     device: str, dtype: torch.dtype, latent_width: int, row_width: int, page_tokens: int
 ) -> str | None:
-    """Return None, or the reason; it joins pieces through Triton."""
+    """Return None, or the reason; it joins pieces through Triton. What nothing else speaks against is compiled."""
     if device != "cuda":
         return f"runs on cuda, not {device}"
     if dtype != torch.uint8:
@@ -26,4 +24,6 @@ def cuda_decode_refuses(
         return why
     if torch.cuda.get_device_capability()[0] != 9:
         return f"is written for Hopper, not compute capability {torch.cuda.get_device_capability()}"
-    return None
+    from kvrelay.kernels.cuda_decode import compile_refuses  # noqa: PLC0415 - it needs Triton
+
+    return compile_refuses(torch.device("cuda", torch.cuda.current_device()), page_tokens)

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kvrelay.kernels import cuda_choice, nvrtc, triton_join
+from kvrelay.core.errors import NoKernelError
+from kvrelay.kernels import nvrtc, triton_join
 from kvrelay.kernels.paged_plan import PagedPlan
 from kvrelay.kernels.triton_decode import num_processors
+
+log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cuda") / "decode.cu"
 HEADS = 16  # of one block
 THREADS = 256
 STAGES = 5  # tiles of 64 rows in a block's memory: as many as fit
+SHARED_BYTES = 227 * 1024  # of a block: all that Hopper gives one
 
 
 class Arguments(ctypes.Structure):
@@ -87,7 +92,20 @@ def decode(q_BNW: Tensor, pool_PSY: Tensor, plan: PagedPlan, *, scale: float, la
     return into.out_BNC
 
 
+def compile_refuses(device: torch.device, page_tokens: int) -> str | None:
+    """Return None, or why the source becomes no kernel, as where NVRTC is newer than the driver; that is a warning too.
+
+    Takes about a second, once.
+    """
+    try:
+        _compiled(device, page_tokens)
+    except (NoKernelError, OSError, RuntimeError) as err:
+        log.warning("the CUDA decode kernel cannot be built: %s", err)
+        return f"cannot be built: {err}"
+    return None
+
+
 @functools.cache
 def _compiled(device: torch.device, page_tokens: int) -> nvrtc.Kernel:
     defines = {"PAGE": page_tokens, "STAGES": STAGES}
-    return nvrtc.compile_kernel(SOURCE, "decode", defines, device=device, shared_bytes=cuda_choice.SHARED_BYTES)
+    return nvrtc.compile_kernel(SOURCE, "decode", defines, device=device, shared_bytes=SHARED_BYTES)
