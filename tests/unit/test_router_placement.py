@@ -161,10 +161,8 @@ def test_a_node_whose_step_is_full_loses_to_one_with_room_that_is_as_fast() -> N
     room = decode("b", max_batch=4, active_requests=3, cost=as_fast)
 
     assert names(place([P, full, room], asked())) == ("p", "b")
-    assert names(place([P, replace(full, max_batch=64, active_requests=2), room], asked())) == (
-        "p",
-        "a",
-    )  # equals: by requests
+    roomy = replace(full, max_batch=64, active_requests=2)
+    assert names(place([P, roomy, room], asked())) == ("p", "a")  # equals: by requests
     assert place([P, room], asked()).step_s() == pytest.approx(0.1)
     assert place([P, replace(full, active_requests=9)], asked()).step_s() == pytest.approx(0.25)  # ten take turns of 4
 

@@ -81,6 +81,26 @@ def test_a_node_that_would_have_to_evict_and_one_with_a_slow_link_are_not_as_goo
     assert names(place([P, a, full, far], question))[1] == "far"
 
 
+def test_noise_is_that_of_the_link_that_was_measured() -> None:
+    """A million tokens take 5 s on a link that nothing is known of, and 0.1 s on this one."""
+    big = {"max_model_len": 2_000_000, "total_pages": 20_000, "free_pages": 20_000}
+    nodes = [prefill("p", **big), stepping("best", **big), stepping("slow", 1.08, **big)]
+    loads = {nodes[1].incarnation: Load(turn=1)}
+    question = asked(1_000_000, total_tokens=1_000_300, loads=loads, usual_link_s=1e-7)
+
+    assert names(place(nodes, question))[1] == "best"
+
+
+def test_a_request_is_judged_by_the_best_of_near_equals_since_a_refused_one_takes_no_turn() -> None:
+    best, next_one = stepping("best"), stepping("next", 1.04)
+    loads = {best.incarnation: Load(turn=1)}
+
+    pair = place([P, best, next_one], asked(total_tokens=400, loads=loads))
+
+    assert names(pair)[1] == "next"
+    assert pair.step_s() == place([P, best], asked(total_tokens=400)).step_s()
+
+
 def test_the_log_says_that_and_why_it_was_shared() -> None:
     a, b, slow = stepping("a"), stepping("b", 1.03), stepping("slow", 2.0)
     loads = {a.incarnation: Load(turn=2), b.incarnation: Load(turn=1)}

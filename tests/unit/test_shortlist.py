@@ -86,8 +86,9 @@ def outcome(choose: object) -> tuple[object, ...]:
         pair: Pair = choose()  # type: ignore[operator]
     except (InvalidRequestError, UnavailableError) as err:
         return type(err), str(err)
-    where = pair.prefill, pair.decode, pair.local and pair.local.parts, pair.pull, pair.late_pull, pair.way
-    return *where, pair.remaining_tokens, pair.work_s, pair.backlog_s(), pair.step_s(), pair.refused
+    where = pair.prefill, pair.decode, pair.local and pair.local.parts, pair.pull, pair.late_pull
+    why = pair.way, pair.why_shared, pair.refused
+    return *where, *why, pair.remaining_tokens, pair.work_s, pair.backlog_s(), pair.step_s()
 
 
 @given(seed=st.integers(0, 1 << 32), extra=st.integers(1, 150), strict=st.booleans())

@@ -63,7 +63,8 @@ class Pair:
         default=None, compare=False
     )  # set: it does if it has not yet what is on its way there
     near: frozenset[Incarnation] = field(default=frozenset(), compare=False)  # decode nodes that were as good, and
-    why_shared: str = ""  # why of several it is this one
+    why_shared: str = field(default="", compare=False)  # why of several it is this one
+    best_step_s: float = field(default=0.0, compare=False)  # of the one that costs least, see `step_s`
 
     def backlog_s(self) -> float:
         """Return the predicted time of what goes before it."""
@@ -72,8 +73,13 @@ class Pair:
         return next((one.backlog_s for one in self.scores if one.node is self.prefill), 0.0)
 
     def step_s(self) -> float:
-        """Return the predicted time of a decode step with this request in it; 0 without a decode node."""
-        return next((one.step_s for one in self.scores if one.node is self.decode), 0.0)
+        """Return the predicted time of a decode step with this request in it; 0 without a decode node.
+
+        A node within noise of the best is no slower than it as far as is known. And one that is refused takes no turn:
+        were it refused by what its own fit says, all that follow would be too, beside a node that can take them.
+        """
+        own_s = next((one.step_s for one in self.scores if one.node is self.decode), 0.0)
+        return min(own_s, self.best_step_s) if self.near else own_s
 
 
 def usable_groups(nodes: Iterable[NodeView]) -> list[list[NodeView]]:
@@ -142,6 +148,7 @@ def place(
     if decode is None:
         pair = Pair(node, None, question.remaining(node), refused, work_s(node, question), tuple(scores))
         return _fetched(pair, prefill.pull, question, sources)
+    best_step_s = decode.step_s
     if whose_turn is None:
         turn = sharing.whose_turn(node, decode, decodes_of[node.layout_fingerprint], question)
     else:
@@ -158,7 +165,7 @@ def place(
     remaining, work = question.remaining(node), work_s(node, question)
     pair = Pair(
         node, decode.node, remaining, refused, work, tuple(scores), way=why,
-        near=turn.near, why_shared=turn.why,
+        near=turn.near, why_shared=turn.why, best_step_s=best_step_s,
     )  # fmt: skip
     return _fetched(pair, prefill.pull, question, sources)
 

@@ -30,9 +30,9 @@ Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 
-def noise_s(total_s: float) -> float:
-    """Return by how much a decode node's cost may be off."""
-    return max(NOISE * total_s, LEAST_NOISE_S)
+def noise_s(cost_s: float) -> float:
+    """Return by how much a decode node's cost, with the link to it, may be off."""
+    return max(NOISE * cost_s, LEAST_NOISE_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,8 @@ class DecodeColumns:
 
 def _most_s(prefill: NodeView, best: Score, question: Question) -> int:
     """Return up to which cost a node is as good as the best one, in microseconds."""
-    return _micro(best.total_s + further_link_s(prefill, best.node, question) + noise_s(best.total_s))
+    cost_s = best.total_s + further_link_s(prefill, best.node, question)
+    return _micro(cost_s + noise_s(cost_s))
 
 
 def _why(*, fewest: bool, longest_ago: bool) -> str:
