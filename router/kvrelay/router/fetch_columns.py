@@ -73,9 +73,8 @@ class FetchColumns:
                 if held not in behind:
                     behind[held] = compute_s - compute_behind(upto)
                 tokens = upto - usable
-                for other in question.load(source).fetches:  # see `fetch.shared_tokens`
-                    tokens = tokens + np.minimum(upto - usable, other)
-                takes = start_s(source, question) + tokens * self._token_s(source, question)
+                carried = tokens + _shared_tokens(tokens, question.load(source).fetches)
+                takes = start_s(source, question) + carried * self._token_s(source, question)
                 pays = may & (upto > usable) & (takes < behind[held])
                 pays[self._row[source.incarnation]] = False
                 better = pays & (behind[held] - takes > saved_s - transfer_s)
@@ -112,3 +111,13 @@ class FetchColumns:
             found = np.array([source.links.get(name) or np.nan for name in self._names])
             known = self._links[source.incarnation] = source.links, found
         return np.where(np.isnan(known[1]), usual, known[1])
+
+
+def _shared_tokens(tokens: Ints, others: Sequence[int]) -> Ints | int:
+    """Return what `fetch.shared_tokens` does for each of many fetches; of less than 0 tokens it says nothing."""
+    if not others:
+        return 0
+    shortest_first = np.sort(others)
+    whole = np.searchsorted(shortest_first, tokens)  # so many others are over before
+    shared: Ints = np.append(0, shortest_first.cumsum())[whole] + (len(others) - whole) * tokens
+    return shared
