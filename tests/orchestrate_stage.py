@@ -40,10 +40,11 @@ def a_token(token_id: int) -> common_pb2.SampledToken:
 
 @dataclass
 class PlayedPrefill(prefill_pb2_grpc.PrefillNodeServicer):
-    """Answers with the token that follows what was sent so far; `fail` or `hang` change that."""
+    """Answers with the token that follows what was sent so far; `fail`, `hang` and others change that."""
 
     fail: Callable[[], ServeError] | None = None
     hang: bool = False
+    fetches_for_ever: bool = False  # hangs before it has begun
     calls: list[prefill_pb2.PrefillRequest] = field(default_factory=list)
     aborts: list[common_pb2.AbortRequest] = field(default_factory=list)
     renewed: set[str] = field(default_factory=set)
@@ -61,6 +62,8 @@ class PlayedPrefill(prefill_pb2_grpc.PrefillNodeServicer):
             async with grpc_status(context):
                 if self.fail is not None:
                     raise self.fail()
+            if self.fetches_for_ever:
+                await asyncio.sleep(30)
             yield prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted(cached_tokens=64, queue_ms=1))
             if self.hang:
                 await asyncio.sleep(30)

@@ -37,16 +37,20 @@ HASHES = prefix_hash.chain(prefix_hash.seed(fingerprint=LAYOUT), PROMPT, block_t
 
 @dataclass
 class PlacedStage(Stage):
-    """Requests are placed by the router's own placer; `before` are the tokens that each placement found on its way."""
+    """Requests are placed by the router's own placer; `before` are the tokens that each placement found on its way,
+    `fetches` what was being fetched before and behind each."""
 
     placer: IndexPlacer | None = None
     before: list[int] = field(default_factory=list)
     clock: ManualClock = field(default_factory=ManualClock)
+    fetches: list[list[int]] = field(default_factory=list)
 
     async def place(self, **asked: Any) -> Placed:
         assert self.placer is not None
         self.before.append(await self.on_the_way())
+        self.fetches.append(self.in_flight())
         placed = await self.placer.place(**asked)
+        self.fetches.append(self.in_flight())
         self.placed += 1
         return replace(placed, release=lambda: self._ended(placed))
 
@@ -62,6 +66,11 @@ class PlacedStage(Stage):
     async def on_the_way(self) -> int:
         """Return how much of the prompt the next request would find on some node."""
         return max(one.cached_tokens for one in (await self.asked()).candidates)
+
+    def in_flight(self) -> list[int]:
+        """Return the tokens of all fetches that the router takes to be in flight."""
+        assert self.placer is not None
+        return [tokens for load in self.placer.own_loads().values() for tokens in load.fetches]
 
     def load(self, node: PlayedNode) -> tuple[int, int]:
         """Return (requests, tokens to compute) that the router has on a node."""
@@ -119,6 +128,10 @@ ENDS = {
     "prefill refuses": lambda: ([PlayedPrefill(fail=refusing(CapacityError)), PlayedPrefill()], [PlayedDecode()]),
     "prefill dies": lambda: ([PlayedPrefill(fail=refusing(UnavailableError)), PlayedPrefill()], [PlayedDecode()]),
     "prefill forgets": lambda: ([PlayedPrefill(hang=True, knows=False), PlayedPrefill()], [PlayedDecode()]),
+    "prefill forgets, fetching": lambda: (
+        [PlayedPrefill(fetches_for_ever=True, knows=False), PlayedPrefill()],
+        [PlayedDecode()],
+    ),
     "decode dies": lambda: ([PlayedPrefill()], [PlayedDecode(die_after=3), PlayedDecode()]),
     "nothing fails": lambda: ([PlayedPrefill()], [PlayedDecode()]),
 }
@@ -137,6 +150,25 @@ async def test_a_retry_finds_nothing_of_the_attempt_before_it_and_the_next_reque
     assert stage.before == [0] * (1 if end == "nothing fails" else 2)
     assert after == 0
     assert {stage.load(node) for node in (*stage.prefill_nodes, *stage.decode_nodes)} == {(0, 0)}
+
+
+@pytest.mark.parametrize("end", [*ENDS, "cancelled", "deadline", "no node left"])
+async def test_no_fetch_counts_as_in_flight_behind_the_attempt_that_waited_for_it(
+    end: str, index: EmbeddedServer
+) -> None:
+    fail = refusing(UnavailableError) if end == "no node left" else None
+    hanging = [PlayedPrefill(fail=fail, fetches_for_ever=True)], [PlayedDecode()]
+    stage = PlacedStage(*(ENDS[end]() if end in ENDS else hanging))
+    async with placing(stage, index, held_by_decode=HASHES, pulls=True) as orchestrator:
+        task = asyncio.create_task(run(orchestrator, timeout_s=0.5 if end == "deadline" else 20.0))
+        if end == "cancelled":
+            await asyncio.wait_for(stage.prefill[0].called.wait(), 10)
+            task.cancel()
+        with suppress(ServeError, asyncio.CancelledError):
+            await task
+
+        assert stage.fetches[1] == [len(HASHES) * BLOCK]
+        assert not any([*stage.fetches[::2], stage.in_flight()])
 
 
 @pytest.mark.parametrize("end", ["cancelled", "deadline", "no node left"])

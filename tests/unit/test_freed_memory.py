@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import subprocess
 import sys
 
 import pytest
+
+from kvrelay.core import freed_memory
 
 # How many page faults twenty messages of 4 MiB make, each freed before the next one.
 _MESSAGES = """
@@ -37,3 +40,9 @@ def test_messages_after_the_first_few_make_no_page_faults() -> None:
 
     assert faults("keep") < 3 * pages  # of the first two
     assert faults("give back") > 20 * pages
+
+
+def test_a_c_library_without_the_setting_goes_on_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())  # as of musl and of macOS: it has no mallopt
+
+    freed_memory.keep()
