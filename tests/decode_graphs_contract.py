@@ -157,6 +157,9 @@ def test_sum_and_norm_equal_torch() -> None:
 
     torch.testing.assert_close(total, x + delta)
     torch.testing.assert_close(normed, F.rms_norm(x + delta, (200,), weight, 1e-6), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        triton_layer.rms_norm(x, weight, 1e-6), F.rms_norm(x, (200,), weight, 1e-6), atol=1e-5, rtol=0
+    )
 
 
 def test_merging_in_place_equals_the_plain_merge() -> None:
@@ -201,6 +204,11 @@ def test_gate_and_combination_equal_torch() -> None:
     torch.testing.assert_close(
         triton_layer.combine(rows, places, weights), (rows[places] * weights[..., None]).sum(1), atol=1e-5, rtol=1e-5
     )
+    hidden = randn(6, 70, seed=5)
+    expected = hidden + (rows.view(6, 2, 70) * weights[..., None]).sum(1)
+    found = triton_layer.combine(rows, None, weights, into_TD=hidden)
+    assert found is hidden
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="grouped products need a GPU")

@@ -35,6 +35,10 @@ def close(found: Tensor, expected: Tensor) -> None:
     assert (found.float() - expected.float()).norm() <= TOLERANCE * expected.float().norm()
 
 
+def nobody_yet(tokens: int) -> Tensor:
+    return torch.zeros(tokens, dtype=torch.int32, device=DEVICE)
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize(("width", "rows"), [(64, 100), (200, 33)])
 def test_a_product_with_a_norm_before_and_a_sum_behind(tokens: int, width: int, rows: int) -> None:
@@ -43,7 +47,9 @@ def test_a_product_with_a_norm_before_and_a_sum_behind(tokens: int, width: int, 
     add = on_device(tokens, rows, seed=4)
 
     close(few_tokens.linear(x, weight), x.float() @ weight.float().T)
-    both = few_tokens.linear(x, weight, norm=Norm(norm, EPS), add_TO=add)
+    cleared = torch.ones(tokens, dtype=torch.int32, device=DEVICE)
+    both = few_tokens.linear(x, weight, norm=Norm(norm, EPS), add_TO=add, clears_T=cleared)
+    assert not cleared.any()
     close(both, add.float() + normed(x, norm).float() @ weight.float().T)
 
 
@@ -92,7 +98,7 @@ def test_experts_of_few_tokens_equal_each_expert_in_turn(tokens: int, normalise:
     down = on_device(experts + always, hidden, width, seed=5)
 
     found = few_tokens.add_experts(
-        x, Norm(norm, EPS), Experts(router, gate_up, down, top=top, scale=1.5, normalise=normalise)
+        x, Norm(norm, EPS), Experts(router, gate_up, down, top=top, scale=1.5, normalise=normalise), nobody_yet(tokens)
     )
 
     expected = x.float()
@@ -112,7 +118,7 @@ def test_a_token_that_is_not_a_number_stays_within_the_experts() -> None:
     router = on_device(10, 64, seed=3, dtype=torch.float32)
     gate_up, down = on_device(10, 80, 64, seed=4), on_device(10, 64, 40, seed=5)
 
-    found = few_tokens.add_experts(x, Norm(norm, EPS), Experts(router, gate_up, down, top=3))
+    found = few_tokens.add_experts(x, Norm(norm, EPS), Experts(router, gate_up, down, top=3), nobody_yet(1))
 
     assert found.isnan().all()
 
@@ -121,7 +127,7 @@ def test_a_gated_mlp_of_few_tokens() -> None:
     x, norm = on_device(2, 64, seed=1), on_device(64, seed=2)
     gate_up, down = on_device(2 * 100, 64, seed=3), on_device(64, 100, seed=4)
 
-    found = few_tokens.add_experts(x, Norm(norm, EPS), Experts(None, gate_up[None], down[None]))
+    found = few_tokens.add_experts(x, Norm(norm, EPS), Experts(None, gate_up[None], down[None]), nobody_yet(2))
 
     gate, up = (normed(x, norm).float() @ gate_up.float().T).to(DTYPE).float().chunk(2, -1)
     close(found, x.float() + (F.silu(gate) * up).to(DTYPE).float() @ down.float().T)

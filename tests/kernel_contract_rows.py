@@ -14,7 +14,7 @@ from kvrelay.kernels.pieces import Pieces
 from kvrelay.kernels.rope import Rope, RopeKind, RopeSpec, RopeTables, apply_rope
 from kvrelay.kernels.triton_merge import merge
 from kvrelay.kernels.triton_pack import pack_pieces, unpack_pieces
-from kvrelay.kernels.triton_rows import rotate, write_rows
+from kvrelay.kernels.triton_rows import write_rows
 from kvrelay.kernels.triton_write import MOST_WORDS, pieces_to_write, write_pieces
 
 
@@ -215,13 +215,20 @@ def test_quantising_keeps_its_error_bound(spread: float) -> None:
     assert torch.equal(back[:, 256:], rows[:, 256:].float())
 
 
-def test_fused_rotation_equals_rope() -> None:
-    x = randn(4, 3, 40, dtype=torch.float32)
+def test_queries_are_rotated_beside_the_rows() -> None:
+    x, mixed = randn(4, 3, 40, dtype=torch.float32), randn(4, 32 + 16, dtype=torch.float32, seed=2)
     tables = Rope(RopeSpec(kind=RopeKind.DEFAULT, width=16, theta=1e4), torch.device("cpu")).tables(torch.arange(4), 0)
-    on_device = x.to(DEVICE)
+    on_device, moved = x.to(DEVICE), mixed.to(DEVICE)
     out = on_device if ON_GPU else x.clone()  # in place; the interpreter copies its arguments, so not there
+    pool = torch.empty(4, 48, device=DEVICE)
 
-    rotate(on_device[..., 24:], RopeTables(tables.cos_TR.to(DEVICE), tables.sin_TR.to(DEVICE)), out[..., 24:])
+    write_rows(
+        moved[:, :32], moved[:, 32:], norm_C=torch.ones(32, device=DEVICE), eps=1e-6,
+        tables=RopeTables(tables.cos_TR.to(DEVICE), tables.sin_TR.to(DEVICE)),
+        slots_T=torch.arange(4, device=DEVICE), pool=pool, turn=(on_device[..., 24:], out[..., 24:]),
+    )  # fmt: skip
 
     torch.testing.assert_close(out[..., 24:].cpu(), apply_rope(x[..., 24:], tables), atol=1e-5, rtol=0)
     assert torch.equal(out[..., :24].cpu(), x[..., :24])
+    expected = torch.cat((F.rms_norm(mixed[:, :32], (32,), None, 1e-6), apply_rope(mixed[:, 32:], tables)), -1)
+    torch.testing.assert_close(pool.cpu(), expected, atol=1e-5, rtol=0)

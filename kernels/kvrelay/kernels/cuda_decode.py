@@ -78,7 +78,7 @@ def decode(q_BNW: Tensor, pool_PSY: Tensor, plan: PagedPlan, *, scale: float, la
     assert pool_PSY.is_contiguous(), "a layer of the pool is contiguous"
     head_blocks = -(-q_BNW.shape[1] // HEADS)
     parts = max(1, num_processors(q_BNW.device) // head_blocks)
-    q_BNW = q_BNW.to(torch.bfloat16).contiguous()
+    dtype, q_BNW = q_BNW.dtype, q_BNW.to(torch.bfloat16).contiguous()
     assert (q_BNW.data_ptr() | pool_PSY.data_ptr()) % 16 == 0, "both are read 16 bytes at a time"
     into = Results(q_BNW, latent_width=latent_width, parts=parts)
     early = triton_join.joins_early(into.out_BNC)
@@ -89,7 +89,7 @@ def decode(q_BNW: Tensor, pool_PSY: Tensor, plan: PagedPlan, *, scale: float, la
         starts_early=early,
     )
     triton_join.join(into.out_BNC, into.pieces_JNC, into.lse_JN, plan, parts=parts)
-    return into.out_BNC
+    return into.out_BNC.to(dtype)
 
 
 def compile_refuses(device: torch.device, page_tokens: int) -> str | None:

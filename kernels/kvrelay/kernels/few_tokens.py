@@ -8,10 +8,11 @@ import torch
 import triton
 from torch import Tensor
 
-from kvrelay.kernels import quant, triton_few
+from kvrelay.kernels import quant, triton_few, triton_few_experts
 from kvrelay.kernels.residual_norm import Norm
 from kvrelay.kernels.rope import RopeTables
-from kvrelay.kernels.triton_support import starts_early
+from kvrelay.kernels.triton_decode import num_processors
+from kvrelay.kernels.triton_support import shared_bytes, starts_early
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +42,34 @@ class Tuning:
     linear: tuple[int, int]  # numbers of a tile, warps
     absorb: tuple[int, int]  # columns, warps
     unabsorb: tuple[int, int]  # rows, warps
-    route: tuple[int, int]  # rows of the router, warps
-    chosen: tuple[int, int]  # columns of an expert, warps
-    down: tuple[int, int, int]  # rows, numbers of a row at once, warps
+    gate_up: tuple[int, int, int, int]  # columns of an expert, warps, programs per processor, registers of a thread
+    down: tuple[int, int, int]  # rows, bytes asked for at once, how many times that
     head: tuple[int, int]  # numbers of a tile, warps
 
 
 TUNING = Tuning(
-    linear=(16_384, 4),
+    linear=(8_192, 4),
     absorb=(64, 4),
-    unabsorb=(8, 2),
-    route=(2, 4),
-    chosen=(8, 8),
-    down=(2, 2048, 4),
+    unabsorb=(4, 1),
+    gate_up=(2, 4, 4, 128),
+    down=(16, 32_768, 6),
     head=(32_768, 4),
 )
 
 
-def linear(x_TD: Tensor, weight_OD: Tensor, *, norm: Norm | None = None, add_TO: Tensor | None = None) -> Tensor:
+def linear(
+    x_TD: Tensor,
+    weight_OD: Tensor,
+    *,
+    norm: Norm | None = None,
+    add_TO: Tensor | None = None,
+    clears_T: Tensor | None = None,
+) -> Tensor:
     """Return x @ weight^T, of the normed x where a norm is given, and on top of `add_TO`.
 
     Args:
         x_TD: rows may be far apart; all else is contiguous.
+        clears_T: int32, made zero, for a kernel behind that counts in it.
     """
     (num_tokens, width), num_rows = x_TD.shape, weight_OD.shape[0]
     out_TO = x_TD.new_empty(num_tokens, num_rows)
@@ -72,8 +79,8 @@ def linear(x_TD: Tensor, weight_OD: Tensor, *, norm: Norm | None = None, add_TO:
     early = starts_early(x_TD.device)
     triton_few.linear_kernel[(triton.cdiv(num_rows, rows), num_tokens)](
         x_TD, weight_OD if norm is None else norm.weight_D, weight_OD, out_TO if add_TO is None else add_TO, out_TO,
-        x_TD.stride(0), num_rows, width, 0.0 if norm is None else norm.eps,
-        NORM=norm is not None, ADD=add_TO is not None, ROWS=rows, BLOCK=block, PDL=early,
+        clears_T, x_TD.stride(0), num_rows, width, 0.0 if norm is None else norm.eps,
+        NORM=norm is not None, ADD=add_TO is not None, CLEAR=clears_T is not None, ROWS=rows, BLOCK=block, PDL=early,
         num_warps=warps, launch_pdl=early,
     )  # fmt: skip
     return out_TO
@@ -129,36 +136,41 @@ def unabsorb(out_TNC: Tensor, value_up_NCV: Tensor, dtype: torch.dtype) -> Tenso
     return out_TX
 
 
-def add_experts(hidden_TD: Tensor, norm: Norm, experts: Experts) -> Tensor:
-    """Return hidden + the experts' answer to its norm, summed in fp32."""
+def add_experts(hidden_TD: Tensor, norm: Norm, experts: Experts, arrived_T: Tensor) -> Tensor:
+    """Return hidden + the experts' answer to its norm, summed in fp32.
+
+    Args:
+        arrived_T: int32, zeros once the kernel in front has ended; see `linear`.
+    """
     num_tokens, hidden = hidden_TD.shape
+    device, early = hidden_TD.device, starts_early(hidden_TD.device)
     num_experts, top, width = experts.num_chosen_among, experts.top, experts.down.shape[2]
-    gated = hidden_TD.new_empty(num_tokens, top + experts.always, width)
-    logits_TE = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=hidden_TD.device)
-    normed_TD = torch.empty_like(hidden_TD)
-    ids_TK = torch.empty(num_tokens, top, dtype=torch.int32, device=hidden_TD.device)
-    weights_TK = torch.empty(num_tokens, top, dtype=torch.float32, device=hidden_TD.device)
-    early = starts_early(hidden_TD.device)
-    block = triton.next_power_of_2(hidden)
-    rows, warps = TUNING.route
-    triton_few.route_kernel[(max(1, triton.cdiv(num_experts, rows)), num_tokens)](
+    each = top + experts.always
+    gated = hidden_TD.new_empty(num_tokens, each, width)
+    logits_TE = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=device)
+    ids_TK = torch.empty(num_tokens, top, dtype=torch.int32, device=device)
+    weights_TK = torch.empty(num_tokens, top, dtype=torch.float32, device=device)
+    columns, warps, per_processor, registers = TUNING.gate_up
+    programs = min(num_processors(device) * per_processor, triton.cdiv(width, columns) * each)
+    triton_few_experts.gate_up_kernel[(programs, num_tokens)](
         hidden_TD, norm.weight_D, norm.weight_D if experts.router_ED is None else experts.router_ED, logits_TE,
-        normed_TD, hidden, norm.eps,
-        E=num_experts, ROWS=rows, BLOCK=block, PDL=early, num_warps=warps, launch_pdl=early,
+        arrived_T, experts.gate_up, ids_TK, weights_TK, gated, norm.eps, experts.scale,
+        hidden=hidden, width=width, E=num_experts, E_BLOCK=triton.next_power_of_2(max(1, num_experts)), TOP=top,
+        ALWAYS=experts.always, NORMALISE=experts.normalise, COLUMNS=columns, BLOCK=triton.next_power_of_2(hidden),
+        ALONE=device.type == "cpu", PDL=early, num_warps=warps, num_stages=1, maxnreg=registers, launch_pdl=early,
     )  # fmt: skip
-    columns, warps = TUNING.chosen
-    triton_few.chosen_kernel[(triton.cdiv(width, columns), gated.shape[1], num_tokens)](
-        normed_TD, logits_TE, experts.gate_up, ids_TK, weights_TK, gated, hidden, width, experts.scale,
-        E=num_experts, E_BLOCK=triton.next_power_of_2(max(1, num_experts)), TOP=top, ALWAYS=experts.always,
-        NORMALISE=experts.normalise, COLUMNS=columns, BLOCK=block, PDL=early, num_warps=warps, launch_pdl=early,
-    )  # fmt: skip
-    rows, numbers, warps = TUNING.down
-    block = min(numbers, triton.next_power_of_2(width))
+    rows, stage_bytes, stages = TUNING.down
+    stages = min(stages, max(1, shared_bytes(device) // stage_bytes - 1))
+    parts = max(1, 8 // triton.next_power_of_2(each))
+    warps = parts * triton.next_power_of_2(each)
+    span = -(-width // (8 * parts)) * 8  # whole loads of 16 bytes
+    depth = max(16, stage_bytes // (warps * rows * experts.down.element_size()))
     out_TD = torch.empty_like(hidden_TD)
-    triton_few.down_kernel[(triton.cdiv(hidden, rows), num_tokens)](
-        gated, ids_TK, weights_TK, experts.down, hidden_TD, out_TD, hidden, width, num_experts,
-        TOP=top, ALWAYS=experts.always, ROWS=rows, BLOCK=block, CHUNKS=triton.cdiv(width, block), PDL=early,
-        num_warps=warps, launch_pdl=early,
+    triton_few_experts.down_kernel[(triton.cdiv(hidden, rows), num_tokens)](
+        gated, ids_TK, weights_TK, experts.down, hidden_TD, out_TD, num_experts,
+        hidden=hidden, width=width, TOP=top, ALWAYS=experts.always, X=warps, PARTS=parts, SPAN=span, ROWS=rows,
+        DEPTH=min(depth, max(16, triton.next_power_of_2(span))), STAGES=stages, PDL=early,
+        num_warps=warps, num_stages=stages, launch_pdl=early,
     )  # fmt: skip
     return out_TD
 
@@ -182,6 +194,7 @@ def head(hidden_TD: Tensor, norm: Norm, weight_VD: Tensor) -> tuple[Tensor, Tens
         ROWS=rows, BLOCK=block, PDL=early, num_warps=warps, launch_pdl=early,
     )  # fmt: skip
     triton_few.best_kernel[(num_tokens,)](
-        peaks, places, best_T, chosen_T, blocks, BLOCK=1024, PDL=early, num_warps=4, launch_pdl=early
-    )
+        peaks, places, best_T, chosen_T, blocks, BLOCK=min(8192, triton.next_power_of_2(blocks)), PDL=early,
+        num_warps=16, launch_pdl=early,
+    )  # fmt: skip
     return logits_TV, best_T, chosen_T

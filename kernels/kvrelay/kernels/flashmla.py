@@ -58,7 +58,7 @@ def load_flashmla() -> Attend:
             softmax_scale=scale,
             use_legacy=True,
         )
-        out_BNC: Tensor = out_B1NC[:, 0].float()
+        out_BNC: Tensor = out_B1NC[:, 0].to(q_BNW.dtype)
         return out_BNC
 
     return attend

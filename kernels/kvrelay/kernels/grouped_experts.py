@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 # From here on kernels pay that take longer to launch: with 2,048 tokens launching is what takes the time.
 QUACK_TOKENS = 4096
-# Up to this many (token, expert) pairs the time is that of reading the weights. 64 tokens of 8 experts each.
-FEW_PAIRS = 512
+# Up to this many tokens the time is that of reading the weights.
+FEW_TOKENS = 64
 
 
 def grouped_experts_refuse(x_TD: Tensor) -> str | None:
@@ -57,11 +57,10 @@ def grouped_experts(
     from kvrelay.kernels.triton_layer import combine  # noqa: PLC0415 - CPUs need no Triton
     from kvrelay.kernels.triton_order import expert_order  # noqa: PLC0415
 
-    if experts_TK.numel() <= FEW_PAIRS and not num_apart:
+    if len(x_TD) <= FEW_TOKENS and not num_apart:
         from kvrelay.kernels.triton_experts import few_tokens_experts  # noqa: PLC0415
 
-        found_TD = few_tokens_experts(x_TD, weights_TK, experts_TK, gate_up_E2ID, down_EDI)
-        return found_TD if into_TD is None else into_TD.add_(found_TD)
+        return few_tokens_experts(x_TD, weights_TK, experts_TK, gate_up_E2ID, down_EDI, into_TD=into_TD)
     num_chosen = len(gate_up_E2ID) - num_apart
     order = expert_order(experts_TK, num_chosen)
     chosen, apart = (_quack_chosen, _quack_apart) if _takes_quack(x_TD, down_EDI) else (_torch_chosen, _torch_apart)

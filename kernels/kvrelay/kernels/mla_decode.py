@@ -183,7 +183,7 @@ def mla_decode(q_BNW: Tensor, pool_PSW: Tensor, plan: DecodePlan, *, scale: floa
         latent_width: C; values are the first C numbers of a row.
 
     Returns:
-        out_BNC fp32, accumulated in fp32, still in latent space.
+        out_BNC in the dtype of `q_BNW`, accumulated in fp32, still in latent space.
     """
     num_heads, row_width = q_BNW.shape[1:]
     kernel = kernel_for(
@@ -201,12 +201,12 @@ def kernel_for(problem: Problem, wanted: str = "auto") -> MlaDecode:
 def _gathered(q_BNW: Tensor, pool_PSW: Tensor, plan: DecodePlan, *, scale: float, latent_width: int) -> Tensor:
     """Gather the rows of a group block by block, then plain batched matmuls; runs anywhere."""
     plan = plan.with_groups()
-    q_BNW = q_BNW.float()
+    dtype, q_BNW = q_BNW.dtype, q_BNW.float()
     if plan.order_B is not None:
         q_BNW = q_BNW.index_select(0, plan.order_B)
     rows_W = pool_PSW.flatten(0, 1)
     outs = [_attend_group(q_BNW[group.start : group.end], rows_W, group, scale, latent_width) for group in plan.groups]
-    out_BNC = outs[0] if len(outs) == 1 else torch.cat(outs)
+    out_BNC = (outs[0] if len(outs) == 1 else torch.cat(outs)).to(dtype)
     return out_BNC if plan.inverse_B is None else out_BNC.index_select(0, plan.inverse_B)
 
 

@@ -1,4 +1,4 @@
-"""The residual sum and the norm behind it, in one pass where there is a GPU.
+"""Norms of rows, and the residual sum with the norm behind it, in one pass where there is a GPU.
 
 Shapes in this file: T tokens, D hidden.
 """
@@ -17,6 +17,15 @@ class Norm:
 
     weight_D: Tensor
     eps: float
+
+
+def rms_norm(hidden_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm of rows times the weight, fp32 inside, in the dtype of `hidden_TD`."""
+    if hidden_TD.is_cuda:
+        from kvrelay.kernels.triton_layer import rms_norm as ours  # noqa: PLC0415 - CPUs need no Triton
+
+        return ours(hidden_TD, weight_D, eps)
+    return F.rms_norm(hidden_TD, hidden_TD.shape[-1:], weight_D, eps)
 
 
 def add_rms_norm(hidden_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:

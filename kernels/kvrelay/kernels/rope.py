@@ -86,6 +86,10 @@ class Rope:
             ntk_tokens: length that sets the base of dynamic NTK, one for all tokens or int64 [T]; other kinds ignore
                 it. Prefill gives the whole prompt length in every chunk, decode the current length.
         """
+        if positions_T.is_cuda and self.spec.kind is not RopeKind.DYNAMIC:
+            from kvrelay.kernels.triton_layer import rope_tables  # noqa: PLC0415 - CPUs need no Triton
+
+            return RopeTables(*rope_tables(positions_T, self._frequencies_F, self.spec.table_scale))
         angles_TF = positions_T.float()[:, None] * self._frequencies(ntk_tokens)
         cos_TF, sin_TF = angles_TF.cos(), angles_TF.sin()
         if (scale := self.spec.table_scale) != 1.0:

@@ -5,7 +5,7 @@ weight at once, before it waits for the kernel in front (programmatic dependent 
 Norms are computed anew by every program, which costs less than a launch.
 
 Shapes in this file: T tokens, D hidden, O rows of a weight, N heads, P nope width, R rope width, V value width,
-C latent, W = C + R, E experts chosen among, K experts of a token (those that always come last), I expert width.
+C latent, W = C + R.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvrelay.kernels.triton_wait import let_next_begin, wait_for_previous
 
 
 @triton.jit
-def _row(x_ptr, norm_ptr, col, width, eps, NORM: tl.constexpr):
+def normed_row(x_ptr, norm_ptr, col, width, eps, NORM: tl.constexpr):
     """Return a row in fp32, RMS-normed where asked to, rounded to its dtype."""
     inside = col < width
     x = tl.load(x_ptr + col, inside, other=0.0)
@@ -31,10 +31,11 @@ def _row(x_ptr, norm_ptr, col, width, eps, NORM: tl.constexpr):
 
 @triton.jit
 def linear_kernel(
-    x_ptr, norm_ptr, weight_ptr, add_ptr, out_ptr, x_stride, rows, width, eps,
-    NORM: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, norm_ptr, weight_ptr, add_ptr, out_ptr, cleared_ptr, x_stride, rows, width, eps,
+    NORM: tl.constexpr, ADD: tl.constexpr, CLEAR: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = x @ weight^T; x normed before, `add` added behind, where asked to."""
+    """out = x @ weight^T; x normed before, `add` added behind, a token's number cleared, where asked to."""
     let_next_begin(PDL)
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -42,7 +43,9 @@ def linear_kernel(
     mask = (row < rows)[:, None] & (col < width)[None, :]
     weight = tl.load(weight_ptr + row.to(tl.int64)[:, None] * width + col[None, :], mask, other=0.0)
     wait_for_previous(PDL)
-    x = _row(x_ptr + token * x_stride, norm_ptr, col, width, eps, NORM)
+    if CLEAR and tl.program_id(0) == 0:
+        tl.store(cleared_ptr + token, 0)
+    x = normed_row(x_ptr + token * x_stride, norm_ptr, col, width, eps, NORM)
     total = tl.sum(weight.to(tl.float32) * x[None, :], 1).to(out_ptr.dtype.element_ty)
     if ADD:
         before = tl.load(add_ptr + token * rows + row, row < rows, other=0.0)
@@ -116,123 +119,6 @@ def unabsorb_kernel(
 
 
 @triton.jit
-def _gated(x, gate, up, dtype: tl.constexpr):
-    """Return silu(gate . x) * (up . x), the products rounded first, as the other paths do."""
-    gate_O = tl.sum(gate.to(tl.float32) * x[None, :], 1).to(dtype).to(tl.float32)
-    up_O = tl.sum(up.to(tl.float32) * x[None, :], 1).to(dtype).to(tl.float32)
-    return (gate_O / (1 + tl.exp(-gate_O)) * up_O).to(dtype)
-
-
-@triton.jit
-def route_kernel(
-    hidden_ptr, norm_ptr, router_ptr, logits_ptr, normed_ptr, hidden, eps,
-    E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Norm the token and give the router's logits."""
-    let_next_begin(PDL)
-    program, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    col = tl.arange(0, BLOCK)
-    row = program * ROWS + tl.arange(0, ROWS)
-    mask = (row < E)[:, None] & (col < hidden)[None, :]
-    weight = tl.load(router_ptr + row[:, None] * hidden + col[None, :], mask, other=0.0)
-    wait_for_previous(PDL)
-    x = _row(hidden_ptr + token * hidden, norm_ptr, col, hidden, eps, True)
-    tl.store(logits_ptr + token * E + row, tl.sum(weight * x[None, :], 1), row < E)
-    if program == 0:
-        tl.store(normed_ptr + token * hidden + col, x.to(normed_ptr.dtype.element_ty), col < hidden)
-
-
-@triton.jit
-def chosen_kernel(
-    normed_ptr, logits_ptr, gate_up_ptr, ids_ptr, weights_ptr, gated_ptr, hidden, width, scale,
-    E: tl.constexpr, E_BLOCK: tl.constexpr, TOP: tl.constexpr, ALWAYS: tl.constexpr, NORMALISE: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Give some gated columns of one expert: of one that every token goes to, or of the next best of the others.
-
-    Each program chooses anew, by the softmax scores.
-    """
-    let_next_begin(PDL)
-    block, place, token = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    col = tl.arange(0, BLOCK)
-    column = block * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (column < width)[:, None] & (col < hidden)[None, :]
-    at = column.to(tl.int64)[:, None] * hidden + col[None, :]
-    size = width.to(tl.int64) * hidden
-    wait_for_previous(PDL)
-    number = TOP + place
-    expert = E + place
-    if place >= ALWAYS:
-        number = place - ALWAYS
-        expert_E = tl.arange(0, E_BLOCK)
-        logit_E = tl.load(logits_ptr + token * E + expert_E, expert_E < E, other=-float("inf"))
-        score_E = tl.exp(logit_E - tl.max(logit_E, 0))
-        score_E = tl.where(expert_E < E, score_E / tl.sum(score_E, 0), -1.0)
-        mine, others = tl.expand_dims(score_E, 1), tl.expand_dims(score_E, 0)
-        before = (others > mine) | ((others == mine) & (expert_E[None, :] < expert_E[:, None]))
-        rank_E = tl.sum(before.to(tl.int32), 1)
-        is_mine_E = rank_E == number
-        # Not-a-number has no rank of its own.
-        expert = tl.minimum(tl.sum(tl.where(is_mine_E, expert_E, 0), 0), E - 1)
-        if block == 0:
-            weight = tl.sum(tl.where(is_mine_E, score_E, 0.0), 0)
-            if NORMALISE:
-                weight = weight / (tl.sum(tl.where(rank_E < TOP, score_E, 0.0), 0) + 1e-20)
-            tl.store(ids_ptr + token * TOP + number, expert)
-            tl.store(weights_ptr + token * TOP + number, weight * scale)
-    expert_ptr = gate_up_ptr + expert.to(tl.int64) * 2 * size
-    gate = tl.load(expert_ptr + at, mask, other=0.0)
-    up = tl.load(expert_ptr + size + at, mask, other=0.0)
-    x = tl.load(normed_ptr + token * hidden + col, col < hidden, other=0.0).to(tl.float32)
-    gated = _gated(x, gate, up, gated_ptr.dtype.element_ty)
-    tl.store(gated_ptr + (token * (TOP + ALWAYS) + number) * width + column, gated, column < width)
-
-
-@triton.jit
-def down_kernel(
-    gated_ptr, ids_ptr, weights_ptr, down_ptr, add_ptr, out_ptr, hidden, width, first_always,
-    TOP: tl.constexpr, ALWAYS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """out = add + the weighted sum of the token's experts' second products, summed in fp32."""
-    let_next_begin(PDL)
-    token = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, BLOCK)
-    row_mask = (row < hidden)[:, None]
-    place = row.to(tl.int64)[:, None] * width + col[None, :]
-    size = hidden.to(tl.int64) * width
-    early = tl.zeros([ROWS, BLOCK], down_ptr.dtype.element_ty)
-    if ALWAYS > 0:
-        early = tl.load(down_ptr + first_always * size + place, row_mask & (col < width)[None, :], other=0.0)
-    wait_for_previous(PDL)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for turn in tl.static_range(TOP + ALWAYS):
-        if turn < ALWAYS:
-            number = TOP + turn
-            expert_ptr = down_ptr + (first_always + turn) * size
-            weight = 1.0
-        else:
-            number = turn - ALWAYS
-            expert_ptr = down_ptr + tl.load(ids_ptr + token * TOP + number).to(tl.int64) * size
-            weight = tl.load(weights_ptr + token * TOP + number)
-        gated_row_ptr = gated_ptr + (token * (TOP + ALWAYS) + number) * width
-        for chunk in tl.static_range(CHUNKS):
-            at = chunk * BLOCK
-            inside = at + col < width
-            gated = tl.load(gated_row_ptr + at + col, inside, other=0.0).to(tl.float32) * weight
-            if turn == 0 and chunk == 0 and ALWAYS > 0:
-                tile = early
-            else:
-                tile = tl.load(expert_ptr + place + at, row_mask & inside[None, :], other=0.0)
-            total += tile.to(tl.float32) * gated[None, :]
-    sum_O = tl.sum(total, 1).to(out_ptr.dtype.element_ty)
-    before = tl.load(add_ptr + token * hidden + row, row < hidden, other=0.0)
-    sum_O = (before.to(tl.float32) + sum_O.to(tl.float32)).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * hidden + row, sum_O, row < hidden)
-
-
-@triton.jit
 def head_kernel(
     x_ptr, norm_ptr, weight_ptr, logits_ptr, peaks_ptr, places_ptr, rows, width, eps, blocks,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -245,7 +131,7 @@ def head_kernel(
     mask = (row < rows)[:, None] & (col < width)[None, :]
     weight = tl.load(weight_ptr + row.to(tl.int64)[:, None] * width + col[None, :], mask, other=0.0)
     wait_for_previous(PDL)
-    x = _row(x_ptr + token * width, norm_ptr, col, width, eps, True)
+    x = normed_row(x_ptr + token * width, norm_ptr, col, width, eps, True)
     logit = tl.sum(weight.to(tl.float32) * x[None, :], 1).to(weight_ptr.dtype.element_ty).to(tl.float32)
     tl.store(logits_ptr + token * rows + row, logit, row < rows)
     # Not-a-number, of which no comparison holds, counts as infinite, so that it is noticed.

@@ -16,7 +16,7 @@ from kvrelay.kernels.triton_wait import let_next_begin, wait_for_previous
 
 # Few pieces a sequence in a large batch, hundreds of them in a batch of one: then narrow columns make enough programs.
 JOIN_MANY = (128, 32)  # pieces read at once, columns of a program
-JOIN_FEW = (8, 128)
+JOIN_FEW = (16, 128)
 # Of a part: less work than this is not worth another piece to join.
 MIN_PART_TILES = 2
 
@@ -29,8 +29,12 @@ def joins_early(out_BNC: Tensor) -> bool:
     return starts_early(out_BNC.device) and few_tokens_refuse(out_BNC.device.type, len(out_BNC)) is None
 
 
-def join(out_BNC: Tensor, pieces_JNC: Tensor, lse_JN: Tensor, plan: PagedPlan, *, parts: int) -> None:
-    """Write the sequences that were cut, from their pieces, and zeros for those of length 0."""
+def join(out_BNC: Tensor, pieces_JNC: Tensor, lse_JN: Tensor, plan: PagedPlan, *, parts: int, tiles: int = 1) -> None:
+    """Write the sequences that were cut, from their pieces, and zeros for those of length 0.
+
+    Args:
+        tiles: what the length of a part is a multiple of.
+    """
     num_sequences, num_heads, latent_width = out_BNC.shape
     pieces, width = JOIN_MANY if parts > 8 * num_sequences else JOIN_FEW
     early = joins_early(out_BNC)
@@ -47,6 +51,7 @@ def join(out_BNC: Tensor, pieces_JNC: Tensor, lse_JN: Tensor, plan: PagedPlan, *
         WIDTH=width,
         PIECES=pieces,
         MIN_TILES=MIN_PART_TILES,
+        TILES=tiles,
         PDL=early,
         num_warps=1,
         launch_pdl=early,
@@ -66,17 +71,19 @@ def _join(
     WIDTH: tl.constexpr,
     PIECES: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_begin(PDL)
-    wait_for_previous(PDL)
     seq = tl.program_id(0)
     head = tl.program_id(1)
     col_C = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     per_part = tl.maximum(tl.cdiv(tl.load(starts_ptr + num_sequences), parts), MIN_TILES)
+    per_part = tl.cdiv(per_part, TILES) * TILES
     start = tl.load(starts_ptr + seq)
     end = tl.load(starts_ptr + seq + 1)
     out_row_ptr = out_ptr + (seq * N + head) * C
+    wait_for_previous(PDL)  # the plan was ready before the first kernel of this chain
     if start == end:
         tl.store(out_row_ptr + col_C, tl.zeros([WIDTH], tl.float32), col_C < C)
         return

@@ -15,6 +15,31 @@ _ROUTER_EXPERTS = 1  # experts per program: enough programs to pull the weight f
 
 
 @triton.jit
+def _rms_norm_kernel(x_ptr, weight_ptr, normed_ptr, width, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    x = tl.load(x_ptr + row * width + columns, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    tl.store(normed_ptr + row * width + columns, (wide * scale * weight).to(x.dtype), mask=inside)
+
+
+def rms_norm(hidden_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Contract of `residual_norm.rms_norm`."""
+    hidden_TD = hidden_TD.contiguous()
+    tokens, width = hidden_TD.shape
+    normed_TD = torch.empty_like(hidden_TD)
+    block = triton.next_power_of_2(width)
+    if tokens:
+        _rms_norm_kernel[(tokens,)](
+            hidden_TD, weight_D, normed_TD, width, eps, BLOCK=block, num_warps=min(16, max(1, block // 512))
+        )
+    return normed_TD
+
+
+@triton.jit
 def _add_rms_norm_kernel(x_ptr, delta_ptr, weight_ptr, sum_ptr, normed_ptr, width, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -165,6 +190,31 @@ def softmax_top(
 
 
 @triton.jit
+def _rope_tables_kernel(positions_ptr, frequencies_ptr, cos_ptr, sin_ptr, half, scale, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < half
+    angles = tl.load(positions_ptr + token).to(tl.float32) * tl.load(frequencies_ptr + columns, inside, other=0.0)
+    cos, sin = tl.cos(angles) * scale, tl.sin(angles) * scale
+    place = token * 2 * half + columns
+    tl.store(cos_ptr + place, cos, inside)
+    tl.store(cos_ptr + place + half, cos, inside)
+    tl.store(sin_ptr + place, -sin, inside)
+    tl.store(sin_ptr + place + half, sin, inside)
+
+
+def rope_tables(positions_T: Tensor, frequencies_F: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of `rope.RopeTables`, times `scale`, in one launch."""
+    tokens, half = len(positions_T), len(frequencies_F)
+    cos_TR, sin_TR = (torch.empty(tokens, 2 * half, device=positions_T.device) for _ in range(2))
+    if tokens:
+        _rope_tables_kernel[(tokens,)](
+            positions_T, frequencies_F, cos_TR, sin_TR, half, scale, BLOCK=triton.next_power_of_2(half), num_warps=1
+        )
+    return cos_TR, sin_TR
+
+
+@triton.jit
 def _gate_kernel(wide_ptr, out_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -188,14 +238,16 @@ def gated(wide_A2I: Tensor) -> Tensor:
 @triton.jit
 def _combine_kernel(
     rows_ptr, places_ptr, weights_ptr, more_ptr, add_ptr, out_ptr, width, more_stride,
-    TOP: tl.constexpr, MORE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    TOP: tl.constexpr, IN_ORDER: tl.constexpr, MORE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for index in tl.static_range(TOP):
-        place = tl.load(places_ptr + token * TOP + index).to(tl.int64)
+        place = token * TOP + index
+        if not IN_ORDER:
+            place = tl.load(places_ptr + place).to(tl.int64)
         weight = tl.load(weights_ptr + token * TOP + index)
         total += weight * tl.load(rows_ptr + place * width + columns, mask=inside, other=0.0).to(tl.float32)
     for index in tl.static_range(MORE):
@@ -208,27 +260,29 @@ def _combine_kernel(
 
 def combine(
     rows_AD: Tensor,
-    places_TK: Tensor,
+    places_TK: Tensor | None,
     weights_TK: Tensor,
     *,
     more_STD: Tensor | None = None,
     into_TD: Tensor | None = None,
 ) -> Tensor:
-    """Return per token the sum, in fp32 inside, of its K rows times their weights; places are rows, any integers.
+    """Return per token the sum, in fp32 inside, of its K rows times their weights.
 
     Args:
+        places_TK: rows, any integers; None: the rows stand in order.
         more_STD: contiguous, rows that are added as they are.
         into_TD: contiguous, receives the sum on top of what it holds, and is returned.
     """
-    tokens, top = places_TK.shape
+    tokens, top = weights_TK.shape
     width = rows_AD.shape[1]
     out_TD = rows_AD.new_empty(tokens, width) if into_TD is None else into_TD
     assert out_TD.is_contiguous(), "rows of the output are neighbours"
     block = min(1024, triton.next_power_of_2(width))
     if tokens:
         _combine_kernel[(tokens, triton.cdiv(width, block))](
-            rows_AD, places_TK, weights_TK, rows_AD if more_STD is None else more_STD, out_TD, out_TD, width,
-            tokens * width,
-            TOP=top, MORE=0 if more_STD is None else len(more_STD), ADD=into_TD is not None, BLOCK=block, num_warps=4,
+            rows_AD, weights_TK if places_TK is None else places_TK, weights_TK,
+            rows_AD if more_STD is None else more_STD, out_TD, out_TD, width, tokens * width,
+            TOP=top, IN_ORDER=places_TK is None, MORE=0 if more_STD is None else len(more_STD),
+            ADD=into_TD is not None, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out_TD

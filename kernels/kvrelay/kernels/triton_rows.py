@@ -24,6 +24,7 @@ def write_rows(
     slots_T: Tensor,
     pool: Tensor,
     rows_TW: Tensor | None = None,
+    turn: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Normalise latents, rotate rope keys and store both as rows of the pool, quantised where the pool is; capturable.
 
@@ -32,6 +33,8 @@ def write_rows(
         slots_T: int64; a token whose slot is negative is not stored.
         pool: one layer [slots, W], contiguous; or uint8 rows of `quant`.
         rows_TW: when given, contiguous, receives the rows of all tokens too, unquantised.
+        turn: queries [T, N, R] and where they go rotated, in the same launch; both may have any strides but a dense
+            last axis, and may be the same.
     """
     num_tokens, latent_width = latent_TC.shape
     rope_width = key_TR.shape[1]
@@ -41,7 +44,14 @@ def write_rows(
     assert latent_TC.stride(1) == key_TR.stride(1) == 1, "rows of the projections are dense"
     if num_tokens == 0:
         return
-    _write_rows[(num_tokens,)](
+    x_TNR, out_TNR = turn or (key_TR[:, None], key_TR[:, None])
+    assert x_TNR.stride(2) == out_TNR.stride(2) == 1, "the last axis is dense"
+    num_heads = x_TNR.shape[1]
+    _write_rows[(num_tokens, 1 if turn is None else 2)](
+        x_TNR,
+        out_TNR,
+        *x_TNR.stride()[:2],
+        *out_TNR.stride()[:2],
         latent_TC,
         key_TR,
         norm_C,
@@ -63,27 +73,10 @@ def write_rows(
         ROPE_STRIDE=views[2].shape[-1],
         PACKED=packed,
         COPY=rows_TW is not None,
-        num_warps=1 if latent_width <= 128 else 4,
-    )
-
-
-def rotate(x_TNR: Tensor, tables: RopeTables, out_TNR: Tensor) -> None:
-    """Write the rotated `x_TNR` to `out_TNR`; both may have any strides but a dense last axis, and may be the same."""
-    num_tokens, num_heads, rope_width = x_TNR.shape
-    assert x_TNR.stride(2) == out_TNR.stride(2) == 1, "the last axis is dense"
-    if num_tokens == 0:
-        return
-    _rotate[(num_tokens,)](
-        x_TNR,
-        out_TNR,
-        tables.cos_TR,
-        tables.sin_TR,
-        *x_TNR.stride()[:2],
-        *out_TNR.stride()[:2],
         N=num_heads,
-        R=rope_width,
         N_BLOCK=triton.next_power_of_2(num_heads),
         HALF_BLOCK=triton.next_power_of_2(rope_width // 2),
+        num_warps=1 if latent_width <= 128 else 4,
     )
 
 
@@ -153,6 +146,12 @@ def store_row(
 
 @triton.jit
 def _write_rows(
+    x_ptr,
+    out_ptr,
+    x_token_stride,
+    x_head_stride,
+    out_token_stride,
+    out_head_stride,
     latent_ptr,
     key_ptr,
     norm_ptr,
@@ -176,37 +175,59 @@ def _write_rows(
     ROPE_STRIDE: tl.constexpr,
     PACKED: tl.constexpr,
     COPY: tl.constexpr,
+    N: tl.constexpr,
+    N_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
 ):
-    store_row(
-        tl.program_id(0).to(tl.int64),
-        latent_ptr,
-        key_ptr,
-        norm_ptr,
-        cos_ptr,
-        sin_ptr,
-        slots_ptr,
-        number_ptr,
-        scale_ptr,
-        rope_ptr,
-        rows_ptr,
-        latent_stride,
-        key_stride,
-        eps,
-        C,
-        R,
-        GROUPS,
-        GROUP_BLOCK,
-        R_BLOCK,
-        LATENT_STRIDE,
-        SCALE_STRIDE,
-        ROPE_STRIDE,
-        PACKED,
-        COPY,
-    )
+    token = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        store_row(
+            token,
+            latent_ptr,
+            key_ptr,
+            norm_ptr,
+            cos_ptr,
+            sin_ptr,
+            slots_ptr,
+            number_ptr,
+            scale_ptr,
+            rope_ptr,
+            rows_ptr,
+            latent_stride,
+            key_stride,
+            eps,
+            C,
+            R,
+            GROUPS,
+            GROUP_BLOCK,
+            R_BLOCK,
+            LATENT_STRIDE,
+            SCALE_STRIDE,
+            ROPE_STRIDE,
+            PACKED,
+            COPY,
+        )
+    else:
+        _turn_heads(
+            token,
+            x_ptr,
+            out_ptr,
+            cos_ptr,
+            sin_ptr,
+            x_token_stride,
+            x_head_stride,
+            out_token_stride,
+            out_head_stride,
+            N,
+            R,
+            N_BLOCK,
+            HALF_BLOCK,
+        )
 
 
 @triton.jit
-def _rotate(
+def _turn_heads(
+    token,
     x_ptr,
     out_ptr,
     cos_ptr,
@@ -220,7 +241,7 @@ def _rotate(
     N_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    """Rotate all heads of one token."""
     HALF: tl.constexpr = R // 2
     head_N = tl.arange(0, N_BLOCK)
     col_F = tl.arange(0, HALF_BLOCK)

@@ -25,6 +25,14 @@ def triton_refuses(device: str) -> str | None:
 
 
 @functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Return how much of a processor's memory one program may have; where it is interpreted, as much as on an H200."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+@functools.cache
 def starts_early(device: torch.device) -> bool:
     """Say whether kernels may begin before the one in front has ended; see `triton_wait`."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

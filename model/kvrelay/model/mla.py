@@ -63,14 +63,14 @@ class Attention:
         q_TNK, latent_TC, key_TR = self._products(normed_TD)
         nope_width, norm_C = self._nope_width, self._weights.kv_norm_C
         if normed_TD.is_cuda and triton_refuses("cuda") is None:
-            from kvrelay.kernels.triton_rows import rotate, write_rows  # noqa: PLC0415 - optional
+            from kvrelay.kernels.triton_rows import write_rows  # noqa: PLC0415 - optional
 
-            rotate(q_TNK[..., nope_width:], rope, q_TNK[..., nope_width:])
             rows_TW = latent_TC.new_empty(len(latent_TC), self._latent_width + self._rope_width)
             slots_T = torch.arange(len(rows_TW), device=rows_TW.device)
             write_rows(
-                latent_TC, key_TR, norm_C=norm_C, eps=LATENT_NORM_EPS, tables=rope, slots_T=slots_T, pool=rows_TW
-            )
+                latent_TC, key_TR, norm_C=norm_C, eps=LATENT_NORM_EPS, tables=rope, slots_T=slots_T, pool=rows_TW,
+                turn=(q_TNK[..., nope_width:], q_TNK[..., nope_width:]),
+            )  # fmt: skip
             return Projected(q_TNK, rows_TW)
         latent_TC = F.rms_norm(latent_TC, latent_TC.shape[-1:], norm_C, LATENT_NORM_EPS)
         turned_TNR = apply_rope(q_TNK[..., nope_width:], rope)
@@ -84,16 +84,18 @@ class Attention:
 
         Needs Triton.
         """
-        from kvrelay.kernels.triton_rows import rotate, write_rows  # noqa: PLC0415 - optional
+        from kvrelay.kernels.triton_rows import write_rows  # noqa: PLC0415 - optional
 
         q_TNK, latent_TC, key_TR = self._products(normed_TD)
         num_tokens, heads, _ = q_TNK.shape
         q_TNW = q_TNK.new_empty(num_tokens, heads, self._latent_width + self._rope_width)
-        rotate(q_TNK[..., self._nope_width :], rope, q_TNW[..., self._latent_width :])
         absorbed_NTC = q_TNW[..., : self._latent_width].transpose(0, 1)
         torch.bmm(q_TNK[..., : self._nope_width].transpose(0, 1), self._weights.key_up_NPC, out=absorbed_NTC)
         norm_C = self._weights.kv_norm_C
-        write_rows(latent_TC, key_TR, norm_C=norm_C, eps=LATENT_NORM_EPS, tables=rope, slots_T=slots_T, pool=pool_SW)
+        write_rows(
+            latent_TC, key_TR, norm_C=norm_C, eps=LATENT_NORM_EPS, tables=rope, slots_T=slots_T, pool=pool_SW,
+            turn=(q_TNK[..., self._nope_width :], q_TNW[..., self._latent_width :]),
+        )  # fmt: skip
         return q_TNW
 
     def few_refuses(self) -> str | None:
@@ -114,12 +116,16 @@ class Attention:
             tables=rope, slots_T=slots_T, pool=pool_SW,
         )  # fmt: skip
 
-    def output_few(self, hidden_TD: Tensor, out_TNC: Tensor) -> Tensor:
-        """Return hidden + the layer's attention output, of attention that is still in latent space."""
+    def output_few(self, hidden_TD: Tensor, out_TNC: Tensor, *, clears_T: Tensor | None = None) -> Tensor:
+        """Return hidden + the layer's attention output, of attention that is still in latent space.
+
+        Args:
+            clears_T: see `few_tokens.linear`.
+        """
         from kvrelay.kernels import few_tokens  # noqa: PLC0415
 
         values_TX = few_tokens.unabsorb(out_TNC, self._weights.value_up_NCV, hidden_TD.dtype)
-        return few_tokens.linear(values_TX, self._weights.out_proj, add_TO=hidden_TD)
+        return few_tokens.linear(values_TX, self._weights.out_proj, add_TO=hidden_TD, clears_T=clears_T)
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries (or their low-rank first step), latent_TC and key_TR of the first product."""

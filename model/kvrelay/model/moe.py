@@ -31,8 +31,12 @@ class FeedForward(Protocol):
     def few_refuses(self) -> str | None:
         """Return None, or the reason why `add_few` cannot run."""
 
-    def add_few(self, hidden_TD: Tensor, norm: Norm) -> Tensor:
-        """Return hidden + this layer's answer to its norm, for few tokens of a decode step on a GPU."""
+    def add_few(self, hidden_TD: Tensor, norm: Norm, arrived_T: Tensor) -> Tensor:
+        """Return hidden + this layer's answer to its norm, for few tokens of a decode step on a GPU.
+
+        Args:
+            arrived_T: see `few_tokens.add_experts`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +55,11 @@ class GatedMlp:
     def few_refuses(self) -> str | None:
         return None
 
-    def add_few(self, hidden_TD: Tensor, norm: Norm) -> Tensor:
+    def add_few(self, hidden_TD: Tensor, norm: Norm, arrived_T: Tensor) -> Tensor:
         from kvrelay.kernels.few_tokens import Experts, add_experts  # noqa: PLC0415 - CPUs need no Triton
 
         # The one expert that every token goes to.
-        return add_experts(hidden_TD, norm, Experts(None, self.gate_up[None], self.down[None]))
+        return add_experts(hidden_TD, norm, Experts(None, self.gate_up[None], self.down[None]), arrived_T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +141,7 @@ class Moe:
             return f"chooses by softmax alone, not {self.router.config.routing.value}"
         return None if self.shared is None else "shared experts stand apart"
 
-    def add_few(self, hidden_TD: Tensor, norm: Norm) -> Tensor:
+    def add_few(self, hidden_TD: Tensor, norm: Norm, arrived_T: Tensor) -> Tensor:
         from kvrelay.kernels.few_tokens import Experts, add_experts  # noqa: PLC0415
 
         config = self.router.config
@@ -145,7 +149,7 @@ class Moe:
             self.router.weight_ED, self.gate_up, self.down, top=config.experts_per_token, scale=config.weight_scale,
             normalise=config.normalise_weights,
         )  # fmt: skip
-        return add_experts(hidden_TD, norm, experts)
+        return add_experts(hidden_TD, norm, experts, arrived_T)
 
     def _grouped(self, x_TD: Tensor, into_TD: Tensor | None = None) -> Tensor:
         num_apart = self.router.num_always if len(x_TD) >= APART_TOKENS else 0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvrelay.core.layout import PageLayout
 from kvrelay.kernels.few_tokens_choice import few_tokens_refuse
-from kvrelay.kernels.residual_norm import Norm, add_rms_norm
+from kvrelay.kernels.residual_norm import Norm, add_rms_norm, rms_norm
 from kvrelay.kernels.rope import Rope, RopeTables
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.mla import Attention, Projected
@@ -48,16 +48,18 @@ class Layer:
         if self._takes_few(hidden_TD):
             norm = Norm(self._input_norm_D, self._eps)
             return self._attention.query_few(hidden_TD, norm, rope, slots_T, pool_SW)
-        normed_TD = F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self._input_norm_D, self._eps)
+        normed_TD = rms_norm(hidden_TD, self._input_norm_D, self._eps)
         return self._attention.project_into(normed_TD, rope, slots_T, pool_SW)
 
     def finish_latent(self, hidden_TD: Tensor, out_TNC: Tensor) -> Tensor:
-        """Return the layer's output from its input and its attention, fp32, that is still in latent space."""
+        """Return the layer's output from its input and its attention, which is still in latent space."""
         if not self._takes_few(hidden_TD):
             return self.finish(hidden_TD, self.unabsorb(out_TNC))
-        hidden_TD = self._attention.output_few(hidden_TD, out_TNC)
         if self._feed_forward.few_refuses() is None:
-            return self._feed_forward.add_few(hidden_TD, Norm(self._post_norm_D, self._eps))
+            arrived_T = torch.empty(len(hidden_TD), dtype=torch.int32, device=hidden_TD.device)
+            hidden_TD = self._attention.output_few(hidden_TD, out_TNC, clears_T=arrived_T)
+            return self._feed_forward.add_few(hidden_TD, Norm(self._post_norm_D, self._eps), arrived_T)
+        hidden_TD = self._attention.output_few(hidden_TD, out_TNC)
         return hidden_TD + self._feed_forward(F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self._post_norm_D, self._eps))
 
     def _takes_few(self, hidden_TD: Tensor) -> bool:
