@@ -42,9 +42,12 @@ class ReaderProcess:
         self.address: Address = self._answer("the address of its pool")
 
     def layer_sums(self, tokens: int) -> list[float]:
-        """Return the sum in fp64 of the first `tokens` rows of each layer."""
-        self._orders.send(tokens)
-        sums: list[float] = self._answer("its sums")
+        """Return the sum in fp64 of the first `tokens` rows of each layer.
+
+        Raises:
+            TransferError: the process has ended, or takes too long.
+        """
+        sums: list[float] = self._answer("its sums", order=tokens)
         return sums
 
     def close(self) -> None:
@@ -53,12 +56,14 @@ class ReaderProcess:
         if self._process.is_alive():
             self._process.kill()
 
-    def _answer(self, what: str) -> Any:
+    def _answer(self, what: str, *, order: int | None = None) -> Any:
         try:
+            if order is not None:
+                self._orders.send(order)
             if self._orders.poll(_START_S):
                 return self._orders.recv()
-        except (EOFError, ConnectionResetError):
-            pass
+        except (EOFError, BrokenPipeError, ConnectionResetError) as err:
+            raise TransferError(f"the reading process ended before it sent {what}") from err
         raise TransferError(f"the reading process did not send {what} within {_START_S:g} s")
 
 
