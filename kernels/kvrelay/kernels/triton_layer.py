@@ -250,9 +250,9 @@ def _combine_kernel(
             place = tl.load(places_ptr + place).to(tl.int64)
         weight = tl.load(weights_ptr + token * TOP + index)
         total += weight * tl.load(rows_ptr + place * width + columns, mask=inside, other=0.0).to(tl.float32)
-    for index in tl.static_range(MORE):
-        more = more_ptr + index * more_stride + token * width + columns
-        total += tl.load(more, mask=inside, other=0.0).to(tl.float32)
+    for _ in tl.static_range(MORE):
+        total += tl.load(more_ptr + token * width + columns, mask=inside, other=0.0).to(tl.float32)
+        more_ptr += more_stride  # a product with it may be beyond 32 bits
     if ADD:
         total += tl.load(add_ptr + token * width + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + columns, total, mask=inside)

@@ -32,7 +32,7 @@ def let_next_begin(PDL: tl.constexpr):
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Wait for the kernel in front; before it, only what no kernel of a step writes may be read."""
+    """Wait for the kernel in front; before it, only what no kernel of its chain writes may be read."""
     if PDL:
         gdc_wait()
 
