@@ -18,6 +18,24 @@ def test_token_ids_survive_packing(ids: list[int]) -> None:
     assert convert.unpack_ids(convert.pack_ids(ids)).tolist() == ids
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64, ">i4"])
+def test_ids_are_packed_alike_whatever_holds_them(dtype: str) -> None:
+    ids = np.arange(1, 9, dtype=dtype)
+
+    assert convert.pack_ids(ids) == bytes(byte for low in range(1, 9) for byte in (low, 0, 0, 0))
+    assert convert.pack_ids(ids[::-2]) == convert.pack_ids([8, 6, 4, 2])
+
+
+def test_ids_are_seen_where_they_lie_and_unpacked_where_they_can_be_changed() -> None:
+    packed = convert.pack_ids([1, 2, 3])
+    seen, unpacked = convert.view_ids(packed), convert.unpack_ids(packed)
+    unpacked[0] = 7
+
+    assert seen.tolist() == [1, 2, 3]
+    assert not seen.flags.writeable
+    assert not seen.flags.owndata
+
+
 def test_wrong_packing_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="7 bytes"):
         convert.unpack_ids(b"1234567")
