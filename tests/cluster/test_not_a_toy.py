@@ -15,6 +15,7 @@ from cluster.specs import RING_OF_TWO
 
 SPEC = RING_OF_TWO
 CHUNK = 100
+WRITTEN = ("nixl_bytes_total", "direct_bytes_total")  # by NIXL's telemetry, and by kernels of our own
 VOCAB = vocab_size(SPEC.model)
 
 
@@ -28,9 +29,9 @@ def per_rank(cluster: Cluster, name: str) -> list[float]:
     return [counters.get(f"{name}_rank{rank}", 0.0) for rank in (0, 1)]
 
 
-def settled_counter(cluster: Cluster, name: str, *, role: str) -> float:
+def settled_counter(cluster: Cluster, *names: str, role: str) -> float:
     cluster.assert_settled()
-    return cluster.counter(name, role=role)
+    return sum(cluster.counter(name, role=role) for name in names)
 
 
 def test_most_bytes_are_verified_on_decode_before_the_last_chunk_ends(cluster: Cluster) -> None:
@@ -41,13 +42,13 @@ def test_most_bytes_are_verified_on_decode_before_the_last_chunk_ends(cluster: C
 
 
 def test_the_transports_own_count_of_bytes_is_the_manifests(cluster: Cluster) -> None:
-    before = settled_counter(cluster, "nixl_bytes_total", role="prefill")
+    before = settled_counter(cluster, *WRITTEN, role="prefill")
 
     seen = RouterForTests(cluster).run(some_ids(2, 1000), max_tokens=2)
 
     layers, row_bytes = 4, (32 + 8) * 4
     assert seen.admitted.relayed_bytes == seen.relayed_bytes == 1000 * layers * row_bytes
-    assert settled_counter(cluster, "nixl_bytes_total", role="prefill") - before == seen.relayed_bytes
+    assert settled_counter(cluster, *WRITTEN, role="prefill") - before == seen.relayed_bytes
 
 
 def test_attention_is_shared_equally_and_few_foreign_blocks_are_held(cluster: Cluster) -> None:
