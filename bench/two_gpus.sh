@@ -2,7 +2,7 @@
 # Everything that needs two GPUs, in one go: the benches, and the tests marked two_gpus. Each part has a time limit and
 # leaves its results and its log in OUT, so that a part that fails costs no other one.
 #
-#   [PARTS="split tests rings"] bench/two_gpus.sh OUT [PYTHON]
+#   [PARTS="split relay tests rings"] bench/two_gpus.sh OUT [PYTHON]
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$(realpath -m "$1")
@@ -33,10 +33,13 @@ tests() { # NAME SECONDS FILES...
         -p pytest_timeout -p no:cacheprovider --tb=short --durations=5 -m two_gpus "$@"
 }
 
-wants() { [[ " ${PARTS:-split tests rings} " == *" $1 "* ]]; }
+wants() { [[ " ${PARTS:-split relay tests rings} " == *" $1 "* ]]; }
 
 if wants split; then
     bench split 300 split --folder "$checkpoint" --pairs 12 6 3 --batch 8 1 --rounds 2
+fi
+if wants relay; then
+    bench relay 60 relay --reader cuda:1
 fi
 if wants tests; then
     # Side by side: these two measure nothing. What runs in the background ignores SIGINT, so it is what needs no clearing up.

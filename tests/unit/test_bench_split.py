@@ -87,6 +87,8 @@ def test_a_gap_that_reaches_into_a_window_belongs_to_it() -> None:
     assert figures["beside"]["max_ms"] == pytest.approx(100)
     assert figures["beside"]["max_over_alone_p50"] == pytest.approx(10)
     assert figures["alone"]["p50_ms"] == pytest.approx(10)
+    assert figures["longest"][0] == {"ms": 100.0, "after_s": 0.0, "request": 0}
+    assert [gap["ms"] for gap in figures["longest"]] == [100.0, 10.0, 10.0]
 
 
 def test_what_no_other_kernel_covers_of_an_exchange_is_counted_once() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+_LONGEST = 10  # gaps that are listed
+
 
 @dataclass(frozen=True, slots=True)
 class Beside:
@@ -42,6 +44,7 @@ class Beside:
         return {
             "alone": alone,
             "beside": beside,
+            "longest": longest(self.beside_s),
             "prompt_ttft_s": [round(at_s, 3) for at_s in self.first_tokens_s],
             "messages_of_several_tokens": self.several,
         }
@@ -59,6 +62,17 @@ def spread(moments_s: Sequence[Sequence[float]]) -> dict[str, float]:
         "p99_over_p50": round(float(p99 / p50), 3),
         "max_over_p50": round(float(top / p50), 3),
     }
+
+
+def longest(moments_s: Sequence[Sequence[float]]) -> list[dict[str, float]]:
+    """Return the longest gaps with the request and how long after the window's first token each began: a gap of one
+    request is another thing than one of all at once."""
+    began_s = min((one[0] for one in moments_s if one), default=0.0)
+    gaps = [(b - a, a - began_s, number) for number, one in enumerate(moments_s) for a, b in pairwise(one)]
+    return [
+        {"ms": round(gap_s * 1e3, 3), "after_s": round(at_s, 3), "request": number}
+        for gap_s, at_s, number in sorted(gaps, reverse=True)[:_LONGEST]
+    ]
 
 
 def medians(rounds: Sequence[dict[str, Any]]) -> dict[str, float]:

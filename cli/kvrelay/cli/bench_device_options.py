@@ -70,7 +70,7 @@ def _add_split(split: argparse.ArgumentParser) -> None:
     split.add_argument("--batch", type=positive, nargs="*", default=[8, 1], metavar="N",
                        help="requests that run while long prompts are computed")  # fmt: skip
     split.add_argument("--context", type=positive, default=8192, metavar="N", help="prompt tokens of each of these")
-    split.add_argument("--running-tokens", type=positive, default=6144, metavar="N", help="most tokens of each answer")
+    split.add_argument("--running-tokens", type=positive, default=10240, metavar="N", help="most tokens of each answer")
     split.add_argument("--long-prompt", type=positive, default=131_072, metavar="N", help="tokens of a long prompt")
     split.add_argument("--prompts", type=positive, default=2, metavar="N", help="long prompts of a round")
     split.add_argument("--alone-s", type=float, default=2.0, metavar="S", help="time of a round before they come")
