@@ -54,6 +54,7 @@ class Spec:
     max_model_len: int = 2048
     pool_pages: int = 256
     dtype: str = "float32"
+    latent_format: str | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -61,6 +62,7 @@ class Spec:
         found = ["--model", str(self.model), "--ring-size", self.ring_size, "--decode", str(self.decode)]
         found += ["--max-model-len", str(self.max_model_len), "--dtype", self.dtype]
         found += ["--prefill", str(self.prefill)] if self.prefill else []
+        found += ["--latent-format", self.latent_format] if self.latent_format else []
         return found + (["--chunk-tokens", str(self.chunk_tokens)] if self.chunk_tokens else [])
 
     @property

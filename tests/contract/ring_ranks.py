@@ -57,6 +57,7 @@ class Case:
     seed: bytes = b""  # of the block hashes of all of them
     num_pages: int = NUM_PAGES  # of a rank
     host_pages: int = 0  # of a rank, for what leaves these
+    latent_format: str = "model"
 
 
 @dataclass
@@ -197,14 +198,23 @@ def _lead(case: Case, leader: Leader) -> list[JobEvent]:
     return events
 
 
-def a_pool(model: Model, num_pages: int = NUM_PAGES) -> LatentPool:
-    return LatentPool(model.layout(block_tokens=PAGE_TOKENS), num_pages, model.device)
+def a_pool(model: Model, num_pages: int = NUM_PAGES, *, latent_format: str = "model") -> LatentPool:
+    return LatentPool(model.layout(block_tokens=PAGE_TOKENS, latent_format=latent_format), num_pages, model.device)
+
+
+def pool_of(model: Model, case: Case) -> LatentPool:
+    return a_pool(model, case.num_pages, latent_format=case.latent_format)
+
+
+def pool_key(case: Case) -> tuple[Path, int, str]:
+    """Cases of equal keys share a pool."""
+    return case.folder, case.num_pages, case.latent_format
 
 
 def alone(case: Case) -> Outcome:
     """Compute a case on one rank in this process, without any process group."""
     model = load_model(case.folder, dtype="float32", device=torch.device("cpu"))
-    return compute(model, case, None, a_pool(model, case.num_pages), a_control(case, 1))
+    return compute(model, case, None, pool_of(model, case), a_control(case, 1))
 
 
 def launch(cases: list[Case], ring_size: int, *, device_type: str = "cpu") -> list[list[Outcome]]:
@@ -245,9 +255,9 @@ def _rank_main(
         place = RankPlace(rank, ring_size, spawns=False)
         group = form(place, device, store=store, group_timeout_s=20.0, start_timeout_s=60.0)
     models = {case.folder: load_model(case.folder, dtype="float32", device=device) for case in cases}
-    pools = {(case.folder, case.num_pages): a_pool(models[case.folder], case.num_pages) for case in cases}
+    pools = {pool_key(case): pool_of(models[case.folder], case) for case in cases}
     outcomes = []
     for case in cases:
         control = a_control(case, ring_size) if rank == 0 else None
-        outcomes.append(compute(models[case.folder], case, group, pools[case.folder, case.num_pages], control))
+        outcomes.append(compute(models[case.folder], case, group, pools[pool_key(case)], control))
     results.put((rank, outcomes))

@@ -175,7 +175,7 @@ def test_c5_any_difference_in_layout_is_refused_at_the_handshake() -> None:
     ours = PageLayout(num_layers=3, latent_width=32, rope_width=16, dtype="float32", model_id="m")
     other = {
         "num_layers": 4, "latent_width": 64, "rope_width": 8, "dtype": "bfloat16", "model_id": "n",
-        "page_tokens": 32, "block_tokens": 128, "version": 2,
+        "page_tokens": 32, "block_tokens": 128, "version": 2, "latent_format": "fp8",
     }  # fmt: skip
     assert set(other) == {field.name for field in fields(PageLayout)}
     for name, value in other.items():
@@ -203,11 +203,14 @@ def test_c6_blocks_of_a_failed_hand_off_are_nowhere(fleet: Fleet) -> None:
 
 @pytest.mark.sabotage("one_layout_for_all")
 def test_c7_a_row_is_all_there_is_of_a_token() -> None:
-    """C7. No quantised layout exists, so there are no scales to lose; a dtype outside the list is refused, and
-    another dtype is another fingerprint.
+    """C7. The scales of a quantised row are in the row, so a part that landed has them; a dtype outside the list is
+    refused, and another dtype or format is another fingerprint.
     """
     with pytest.raises(ValueError, match="float8"):
         PageLayout(num_layers=1, latent_width=8, rope_width=8, dtype="float8_e4m3fn", model_id="m")
     layout = PageLayout(num_layers=1, latent_width=8, rope_width=8, dtype="float32", model_id="m")
     assert layout.page_bytes == layout.page_tokens * 16 * 4
     assert replace(layout, dtype="float16").fingerprint != layout.fingerprint
+    packed = replace(layout, latent_format="fp8")
+    assert packed.page_bytes == layout.page_tokens * (8 + 4 + 2 * 8)
+    assert packed.fingerprint != layout.fingerprint

@@ -47,6 +47,7 @@ def test_a_good_request_needs_its_tokens_and_names_its_full_blocks() -> None:
     [
         (replace(ASK, node=Incarnation("decode-0", 8)), UnavailableError, "not decode-0@0000000000000008"),
         (replace(ASK, fingerprint=b"other"), LayoutMismatchError, "layout 6f74686572"),
+        (replace(ASK, fingerprint=replace(LAYOUT, latent_format="fp8").fingerprint), LayoutMismatchError, "layout"),
         (replace(ASK, request=Request("", 1)), InvalidRequestError, "no id"),
         (replace(ASK, ring_size=0), InvalidRequestError, "ring size 0"),
         (replace(ASK, ring_size=65), InvalidRequestError, "ring size 65"),

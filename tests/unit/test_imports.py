@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "proto": {"core"},
     "index": {"core", "proto"},
     "router": {"core", "proto", "index"},
-    "kvcache": {"core"},
+    "kvcache": {"core", "kernels"},
     "kernels": {"core"},
     "model": {"core", "kvcache", "kernels"},
     "kv_transfer": {"core", "proto", "kvcache", "kernels"},

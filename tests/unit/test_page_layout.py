@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvrelay.core.layout import PageLayout
+from kvrelay.kernels import quant
 
 LAYOUT = PageLayout(num_layers=3, latent_width=32, rope_width=8, dtype="float32", model_id="m", block_tokens=64)
 
@@ -30,6 +31,7 @@ def test_neighbouring_pages_of_a_layer_are_neighbours_in_memory() -> None:
         {"page_tokens": 32},
         {"block_tokens": 128},
         {"version": 2},
+        {"latent_format": "fp8"},
     ],
 )
 def test_c5_every_field_changes_the_fingerprint(change: dict[str, int | str]) -> None:
@@ -41,3 +43,23 @@ def test_wrong_layouts_are_refused_by_value() -> None:
         replace(LAYOUT, dtype="float64")
     with pytest.raises(ValueError, match="100"):
         replace(LAYOUT, block_tokens=100)
+    with pytest.raises(ValueError, match="int4"):
+        replace(LAYOUT, latent_format="int4")
+
+
+@pytest.mark.parametrize(("latent", "rope"), [(24, 8), (40, 6), (128, 32), (512, 64), (1024, 64)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_fp8_have_the_bytes_of_the_kernels(latent: int, rope: int, dtype: str) -> None:
+    layout = replace(LAYOUT, latent_width=latent, rope_width=rope, dtype=dtype, latent_format="fp8")
+
+    assert layout.row_bytes == quant.row_bytes(latent, rope)
+    assert layout.page_bytes == 64 * layout.row_bytes
+    assert layout.page_bytes % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("width", "limit"), [(30, "not a multiple of 4"), (130, "128 times a power of two"), (384, "128 times a power")]
+)
+def test_a_width_that_has_no_rows_of_fp8_is_refused_with_the_limit(width: int, limit: str) -> None:
+    with pytest.raises(ValueError, match=f"fp8: a latent width of {width}.*{limit}"):
+        replace(LAYOUT, latent_width=width, latent_format="fp8")

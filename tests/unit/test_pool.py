@@ -13,7 +13,7 @@ import xxhash
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.layout import PageLayout
-from kvrelay.kernels import checksum
+from kvrelay.kernels import checksum, quant
 from kvrelay.kv_transfer import pool_agent
 from kvrelay.kv_transfer.values import ChecksumKind
 from kvrelay.kvcache.checksum import checksum_ranges
@@ -44,6 +44,39 @@ def test_rows_written_are_read_back_from_their_slots(dtype: str) -> None:
     assert torch.equal(pool.layer(1)[4, 1], rows[0])  # slot 17 = page 4, row 1
     assert not pool.layer(0).any()
     assert not pool.layer(2).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pool_of_fp8_reads_what_its_bytes_stand_for(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    layout = PageLayout(
+        num_layers=2, latent_width=256, rope_width=32, dtype=name, model_id="m", latent_format="fp8", block_tokens=64
+    )
+    pool, rows = LatentPool(layout, 3, CPU), torch.randn(70, 288).to(dtype)
+    slots = torch.randperm(3 * 64)[:70]
+
+    pool.write(1, slots, rows)
+
+    stored = quant.quantise(rows, latent_width=256)
+    assert torch.equal(pool.read_stored(1, slots), stored)
+    assert torch.equal(pool.rows(1)[slots], stored)
+    found = pool.read(1, slots)
+    assert found.dtype == dtype
+    assert torch.equal(found, pool.computed(pool.stored(rows)))
+    assert torch.equal(found, pool.computed(pool.stored(found))), "stored again it is the same"
+    bound = torch.maximum(rows.float().abs() / 16, rows.float().abs().max() / 2**17)
+    assert ((found - rows).float().abs() <= bound).all()
+    assert not pool.layer(0).any()
+
+
+def test_not_a_number_stays_one_in_a_pool_of_fp8() -> None:
+    layout = PageLayout(num_layers=1, latent_width=8, rope_width=4, dtype="float32", model_id="m", latent_format="fp8")
+    pool, rows = LatentPool(layout, 1, CPU), torch.ones(2, 12)
+    rows[0, 3] = torch.nan
+
+    pool.write(0, torch.tensor([4, 5]), rows)
+
+    assert pool.read(0, torch.tensor([4, 5])).isnan().any(1).tolist() == [True, False]
 
 
 def test_a_row_lies_where_the_layout_says() -> None:

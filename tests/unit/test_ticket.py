@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.errors import InvalidRequestError, LayoutMismatchError
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.types import Incarnation
-from kvrelay.kv_transfer.ticket import open_ticket
+from kvrelay.kv_transfer.ticket import check_layout, open_ticket
 from kvrelay.proto.convert import incarnation_to_pb
 from kvrelay.proto.v1 import handoff_pb2
 
@@ -35,6 +36,14 @@ def a_ticket(pages: Sequence[int], *, prompt_tokens: int) -> handoff_pb2.Ticket:
 def test_pages_are_listed_in_token_order() -> None:
     opened = open_ticket(a_ticket([7, 3, 4], prompt_tokens=130), writer=WRITER, rank=0, layout=LAYOUT)
     assert opened.pages == (7, 3, 4)
+
+
+def test_a_ticket_for_pages_of_another_format_is_refused() -> None:
+    ours = replace(LAYOUT, latent_format="fp8")
+
+    with pytest.raises(LayoutMismatchError, match=ours.fingerprint.hex()):
+        check_layout(a_ticket([7], prompt_tokens=10), ours)
+    check_layout(a_ticket([7], prompt_tokens=10), LAYOUT)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class ClusterTarget:
     def describe(self) -> dict[str, Any]:
         reply = self._fleet.ListNodes(fleet_pb2.ListNodesRequest(), timeout=fleet.CALL_TIMEOUT_S)
         nodes = [fleet.as_dict(record) for record in reply.nodes]
-        kept = ("name", "role", "ring_size", "dtype")
+        kept = ("name", "role", "ring_size", "dtype", "latent_format")
         return {
             "endpoint": self._endpoint,
             "model": self._info.model,

@@ -47,6 +47,9 @@ def _add_recall(recall: argparse.ArgumentParser) -> None:
 def _add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument("--endpoint", metavar="HOST:PORT", help="a router; without it the model runs in this process")
     command.add_argument("--model", metavar="DIR", help="checkpoint (with --endpoint its tokenizer); default: embedded")
+    command.add_argument(
+        "--latent-format", default="model", choices=["model", "fp8"], help="without --endpoint: numbers of latent rows"
+    )
     add_identity(command)
     command.add_argument("--concurrency", type=positive, default=4, metavar="N", help="requests at once to --endpoint")
     command.add_argument("--timeout-s", type=float, default=TIMEOUT_S, metavar="S", help="time limit of one request")

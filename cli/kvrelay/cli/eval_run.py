@@ -39,7 +39,7 @@ def target_of(options: argparse.Namespace, text: Text) -> Iterator[Target]:
     else:
         from kvrelay.cli.eval_folder import FolderTarget  # noqa: PLC0415 - only this side needs torch
 
-        yield FolderTarget(text)
+        yield FolderTarget(text, latent_format=options.latent_format)
 
 
 def ask_all(items: Sequence[T], ask: Callable[[T], R], *, num_workers: int, title: str, unit: str) -> list[R]:

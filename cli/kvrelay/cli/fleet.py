@@ -83,6 +83,7 @@ def as_dict(record: fleet_pb2.NodeRecord) -> dict[str, Any]:
         "ring_size": record.ring_size,
         "model": record.model,
         "dtype": record.dtype,
+        "latent_format": record.latent_format,
         "max_model_len": record.max_model_len,
         "total_pages": record.total_pages,
         "free_pages": record.free_pages,
@@ -102,13 +103,16 @@ def _print_table(nodes: Sequence[dict[str, Any]]) -> None:
     from rich.table import Table  # noqa: PLC0415
 
     table = Table(box=None, pad_edge=False)
-    for title in ("node", "role", "ring", "endpoint", "model", "dtype", "pages free", "active", "state", "relays over"):
+    titles = (
+        "node", "role", "ring", "endpoint", "model", "dtype", "latents", "pages free", "active", "state", "relays over",
+    )  # fmt: skip
+    for title in titles:
         right = title in ("ring", "pages free", "active")
         table.add_column(title, justify="right" if right else "left", no_wrap=True)
     for node in sorted(nodes, key=lambda one: (one["role"], one["name"])):
         table.add_row(
             node["name"], node["role"], str(node["ring_size"]), node["endpoint"], node["model"], node["dtype"],
-            f"{node['free_pages']}/{node['total_pages']}", str(node["active_requests"]),
+            node["latent_format"], f"{node['free_pages']}/{node['total_pages']}", str(node["active_requests"]),
             "draining" if node["draining"] else "serving", _relays_over(node),
         )  # fmt: skip
     # A row that is too wide for a terminal goes on in its next line; a name cut short could not be typed in.

@@ -84,6 +84,11 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         choices=["auto", "float32", "bfloat16", "float16"],
         help="auto = float32 on CPUs, the checkpoint's on GPUs",
     )
+    up.add_argument(
+        "--latent-format",
+        choices=["model", "fp8"],
+        help="numbers of latent rows: model = dtype (default), fp8 = e4m3 with scales",
+    )
     up.add_argument("--chunk-tokens", type=positive, metavar="N", help="prompt tokens per prefill step")
     up.add_argument("--max-model-len", type=positive, metavar="N", help="longest prompt plus output")
     up.set_defaults(run="kvrelay.cli.up:run")

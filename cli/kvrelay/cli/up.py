@@ -70,6 +70,8 @@ def plan_of(options: argparse.Namespace) -> UpPlan:
         raise SettingsError(f"--listen {options.listen!r} is not host:port")
     num_prefill = options.prefill or len(options.ring_size)
     node_options = ["--max-model-len", str(options.max_model_len)] if options.max_model_len else []
+    if options.latent_format:
+        node_options += ["--latent-format", options.latent_format]
     return UpPlan(
         model=str(Path(options.model).resolve() if options.model else embedded_checkpoint()),
         ring_sizes=tuple(islice(cycle(options.ring_size), num_prefill)),

@@ -3,6 +3,9 @@
 A pool is ONE allocation of `num_layers` slabs; a slab is `num_pages` pages; a page is `page_tokens` rows; a row is the
 token's normalised latent (C numbers) followed by its rotated rope key (R numbers, half-split order). So pages that are
 neighbours in a layer are neighbours in memory, and a run of pages is one contiguous piece.
+
+The format of a row says in what numbers. `model`: all in the model's dtype. `fp8`: the latent in e4m3, one byte each,
+then a scale in fp32 per 128 of them (one for all when there are fewer), then the rope key in bf16; see `kernels.quant`.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from dataclasses import dataclass
 import xxhash
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LATENT_FORMATS = ("model", "fp8")
+FP8_GROUP_NUMBERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +31,17 @@ class PageLayout:
     page_tokens: int = 64
     block_tokens: int = 512  # index block; a multiple of page_tokens
     version: int = 1  # of this byte map
+    latent_format: str = "model"  # one of LATENT_FORMATS
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {sorted(DTYPE_BYTES)}")
         if self.block_tokens % self.page_tokens:
             raise ValueError(f"block_tokens {self.block_tokens} is not a multiple of {self.page_tokens}")
+        if self.latent_format not in LATENT_FORMATS:
+            raise ValueError(f"latent_format {self.latent_format!r} is not one of {sorted(LATENT_FORMATS)}")
+        if self.latent_format == "fp8" and (why := fp8_refuses(self.latent_width)) is not None:
+            raise ValueError(f"latent_format fp8: {why}")
 
     @property
     def row_width(self) -> int:
@@ -40,6 +50,8 @@ class PageLayout:
 
     @property
     def row_bytes(self) -> int:
+        if self.latent_format == "fp8":
+            return self.latent_width + 4 * fp8_groups(self.latent_width) + 2 * self.rope_width
         return self.row_width * DTYPE_BYTES[self.dtype]
 
     @property
@@ -62,6 +74,7 @@ class PageLayout:
         fields = (
             self.version, self.num_layers, self.latent_width, self.rope_width,
             self.dtype, self.model_id, self.page_tokens, self.block_tokens,
+            self.latent_format,
         )  # fmt: skip
         return xxhash.xxh3_128_digest(repr(fields).encode())
 
@@ -71,3 +84,21 @@ class PageLayout:
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
+
+
+def fp8_groups(latent_width: int) -> int:
+    """Return how many scales a row of fp8 has."""
+    return max(1, latent_width // FP8_GROUP_NUMBERS)
+
+
+def fp8_refuses(latent_width: int) -> str | None:
+    """Return None, or the reason why latents of this width have no fp8 rows.
+
+    Scales lie at multiples of 4 bytes, and the kernels take 1, 2, 4, ... whole groups.
+    """
+    groups, rest = divmod(latent_width, FP8_GROUP_NUMBERS)
+    if groups == 0:
+        return None if rest % 4 == 0 else f"a latent width of {latent_width} is not a multiple of 4"
+    if rest or groups & (groups - 1):
+        return f"a latent width of {latent_width}, above 127, is not {FP8_GROUP_NUMBERS} times a power of two"
+    return None

@@ -24,6 +24,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 S = TypeVar("S", bound="CommonSettings")
 N = TypeVar("N", bound="NodeSettings")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LatentFormat = Literal["model", "fp8"]
 
 
 class CommonSettings(BaseSettings):
@@ -80,6 +81,9 @@ class NodeSettings(CommonSettings):
 
     model: str = Field(description="checkpoint folder in the Hugging Face layout")
     dtype: Dtype = Field("auto", description="auto = float32 on CPUs, the checkpoint's on GPUs")
+    latent_format: LatentFormat = Field(
+        "model", description="numbers of latent rows, one for the whole fleet: model = dtype, fp8 = e4m3 with scales"
+    )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu or cuda:N")
     max_model_len: int = Field(0, ge=0, description="longest prompt plus output; 0 = the checkpoint's limit")
     block_tokens: int = Field(64, ge=64, multiple_of=64, description="tokens per block of the prefix index")

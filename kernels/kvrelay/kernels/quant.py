@@ -18,7 +18,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GROUP_NUMBERS = 128
+from kvrelay.core.layout import FP8_GROUP_NUMBERS, fp8_groups
+
+GROUP_NUMBERS = FP8_GROUP_NUMBERS
 LARGEST = 448.0  # of e4m3
 NUMBER = torch.float8_e4m3fn
 
@@ -26,7 +28,7 @@ NUMBER = torch.float8_e4m3fn
 def groups_of(latent_width: int) -> int:
     """Return G; widths above 128 are multiples of it."""
     assert latent_width < GROUP_NUMBERS or latent_width % GROUP_NUMBERS == 0, f"{latent_width} does not fill its groups"
-    return max(1, latent_width // GROUP_NUMBERS)
+    return fp8_groups(latent_width)
 
 
 def row_bytes(latent_width: int, rope_width: int) -> int:

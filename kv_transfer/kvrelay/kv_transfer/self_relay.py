@@ -33,7 +33,8 @@ def prove_relay(transport: Transport, pool: LatentPool, *, clock: Clock = monoto
     )
     checksum, notice, name = pool_checksum(pool), secrets.token_bytes(16), transport.address().agent_name
     pages = pool.layer(0)[0], pool.layer(last[0])[last[1]]
-    pages[0].copy_(torch.randn(pages[0].shape))
+    content = pages[0].view(torch.uint8)
+    content.copy_(torch.randint(256, content.shape, dtype=torch.uint8))
     wanted = checksum([(source, layout.page_bytes)])
     transport.connect(transport.address())
     try:

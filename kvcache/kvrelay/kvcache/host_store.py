@@ -1,6 +1,6 @@
 """Host memory for pages that leave the pool: one allocation, made at start, and the copies to and from it.
 
-Shapes in this file: H host pages, n pages of one copy, L layers, S page_tokens, W row width.
+Shapes in this file: H host pages, n pages of one copy, L layers, S page_tokens, Y elements of a stored row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from kvrelay.core.errors import CapacityError, SettingsError
 from kvrelay.core.layout import PageLayout
 from kvrelay.kvcache.allocator import runs_of
-from kvrelay.kvcache.pool import DTYPES, LatentPool, map_host
+from kvrelay.kvcache.pool import LatentPool, map_host, stored_as
 
 _PAGES_AT_ONCE = 16  # a copy of more goes in pieces, since each is gathered on the device first
 
@@ -41,7 +41,7 @@ class Launched:
 
 
 class HostStore:
-    """Pages [H, L, S, W] in host memory beside a pool; locked for the pool's GPU, if it is on one.
+    """Pages [H, L, S, Y] in host memory beside a pool; locked for the pool's GPU, if it is on one.
 
     A page of it holds what a page of the pool holds in all layers. Who holds which page is not its business. One thread
     may save while another one loads.
@@ -65,8 +65,8 @@ class HostStore:
         except OSError as err:
             raise CapacityError(f"no {num_bytes} bytes of host memory for evicted blocks: {err}") from err
         raw = torch.frombuffer(self._mapping, dtype=torch.uint8).zero_()
-        shape = (num_pages, layout.num_layers, layout.page_tokens, layout.row_width)
-        self._rows = raw.view(DTYPES[layout.dtype]).view(shape)
+        dtype, width = stored_as(layout)
+        self._rows = raw.view(dtype).view(num_pages, layout.num_layers, layout.page_tokens, width)
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # to save on, and to load on
         self._is_locked = False
         if pool.device.type == "cuda":

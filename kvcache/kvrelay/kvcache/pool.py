@@ -1,7 +1,11 @@
 """The latent pool: every page of a node in one allocation that lives until the process exits.
 
-Shapes in this file: P pages, S page_tokens (rows of a page), T tokens, W = C + R (latent, then rotated rope key).
-A slot is a row's number within a layer: page * page_tokens + row.
+Rows have two forms. Computed ones are numbers of the model's dtype. Stored ones are what pages hold: the same, or bytes
+where the layout's rows are in 8 bits. Stored rows may be turned into computed ones at any time and place, and these are
+always the same; what a model attends to are rows that were stored, or its answers would depend on how a prompt is cut.
+
+Shapes in this file: P pages, S page_tokens (rows of a page), T tokens, W = C + R (latent, then rotated rope key), Y
+elements of a stored row. A slot is a row's number within a layer: page * page_tokens + row.
 """
 
 from __future__ import annotations
@@ -13,12 +17,13 @@ from torch import Tensor
 
 from kvrelay.core.errors import CapacityError
 from kvrelay.core.layout import PageLayout
+from kvrelay.kernels import quant
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class LatentPool:
-    """ONE zeroed allocation [num_layers, P, S, W], registered once with the transport and never resized.
+    """ONE zeroed allocation [num_layers, P, S, Y], registered once with the transport and never resized.
 
     Behind the pages lies room for staging, if wanted: rows packed there leave as one piece.
 
@@ -42,8 +47,8 @@ class LatentPool:
         self.num_bytes = num_pages * layout.page_bytes_all_layers
         self.staging_bytes = staging_bytes
         self._mapping: mmap.mmap | None = None
-        shape = (layout.num_layers, num_pages, layout.page_tokens, layout.row_width)
-        dtype = DTYPES[layout.dtype]
+        dtype, width = stored_as(layout)
+        shape = (layout.num_layers, num_pages, layout.page_tokens, width)
         try:
             if device.type == "cpu":
                 self._mapping = map_host(self.region_bytes)
@@ -55,7 +60,7 @@ class LatentPool:
                 f"no memory for {num_pages} pages: {self.region_bytes} bytes wanted on {device}: {err}"
             ) from err
         self._pages = self._all[: self.num_bytes].view(dtype).view(shape)
-        self._rows = self._pages.view(layout.num_layers, num_pages * layout.page_tokens, layout.row_width)
+        self._rows = self._pages.view(layout.num_layers, num_pages * layout.page_tokens, width)
 
     def bind_thread(self) -> None:
         """Make the pool's device the one of the calling thread; every thread that computes does so first.
@@ -85,29 +90,56 @@ class LatentPool:
         return memoryview(self._mapping)[: self.num_bytes]
 
     def layer(self, layer: int) -> Tensor:
-        """Return a view [P, S, W] of one layer."""
+        """Return a view [P, S, Y] of one layer's stored rows."""
         return self._pages[layer]
 
     def rows(self, layer: int) -> Tensor:
-        """Return a view [P * S, W] of one layer, indexed by slot."""
+        """Return a view [P * S, Y] of one layer's stored rows, indexed by slot."""
         return self._rows[layer]
 
     def read_pages(self, pages: Tensor) -> Tensor:
-        """Return a copy [len(pages), num_layers, S, W] of whole pages; `pages` is int64 on the pool's device."""
+        """Return a copy [len(pages), num_layers, S, Y] of whole pages; `pages` is int64 on the pool's device."""
         return self._pages.transpose(0, 1).index_select(0, pages)
 
     def write_pages(self, pages: Tensor, rows: Tensor) -> None:
-        """Store whole pages as `read_pages` returned them, in the pool's dtype and on its device."""
+        """Store whole pages as `read_pages` returned them, on the pool's device."""
         self._pages.transpose(0, 1).index_copy_(0, pages, rows)
 
     def write(self, layer: int, slots_T: Tensor, rows_TW: Tensor) -> None:
-        """Store rows, converted to the pool's dtype; slots_T is int64 on the pool's device and has no duplicates."""
-        rows = self._rows[layer]
-        rows.index_copy_(0, slots_T, rows_TW.to(rows.dtype))
+        """Store computed rows; slots_T is int64 on the pool's device and has no duplicates."""
+        self.write_stored(layer, slots_T, self.stored(rows_TW))
 
     def read(self, layer: int, slots_T: Tensor) -> Tensor:
-        """Return a copy rows_TW of the rows in `slots_T`, in the pool's dtype."""
+        """Return a copy rows_TW of the rows in `slots_T`, as computed ones."""
+        return self.computed(self.read_stored(layer, slots_T))
+
+    def write_stored(self, layer: int, slots_T: Tensor, rows_TY: Tensor) -> None:
+        """Store rows as they are; slots_T as in `write`."""
+        self._rows[layer].index_copy_(0, slots_T, rows_TY)
+
+    def read_stored(self, layer: int, slots_T: Tensor) -> Tensor:
+        """Return a copy rows_TY of the rows in `slots_T`, as they are."""
         return self._rows[layer].index_select(0, slots_T)
+
+    def stored(self, rows_TW: Tensor) -> Tensor:
+        """Return the stored form rows_TY of computed rows, which may be these themselves."""
+        if self.layout.latent_format == "fp8":
+            return quant.quantise(rows_TW, latent_width=self.layout.latent_width)
+        return rows_TW.to(self._pages.dtype)
+
+    def computed(self, rows_TY: Tensor) -> Tensor:
+        """Return the computed form rows_TW of stored rows, which may be these themselves."""
+        if self.layout.latent_format == "fp8":
+            dtype = DTYPES[self.layout.dtype]
+            return quant.dequantise(rows_TY, latent_width=self.layout.latent_width, dtype=dtype)
+        return rows_TY
+
+
+def stored_as(layout: PageLayout) -> tuple[torch.dtype, int]:
+    """Return the dtype of a stored row's elements, and Y, how many there are."""
+    if layout.latent_format == "fp8":
+        return torch.uint8, layout.row_bytes
+    return DTYPES[layout.dtype], layout.row_width
 
 
 def map_host(num_bytes: int) -> mmap.mmap:

@@ -70,7 +70,10 @@ class Loaded:
         model = load_model(
             Path(settings.model), dtype=settings.dtype, device=device, max_model_len=settings.max_model_len or None
         )
-        layout = model.layout(block_tokens=settings.block_tokens)
+        try:
+            layout = model.layout(block_tokens=settings.block_tokens, latent_format=settings.latent_format)
+        except ValueError as err:
+            raise SettingsError(f"{settings.model}: {err}") from err
         on_gpu = device.type == "cuda"
         staging_bytes = gpu_staging_bytes if on_gpu else 0
         free_bytes = (
@@ -87,5 +90,6 @@ class Loaded:
             on_gpu=on_gpu,
         )
         who = f"rank {local_rank}: " if num_ranks > 1 else ""
-        log.info("%s%s as %s on %s, %d pages", who, settings.model, model.dtype_name, device, num_pages)
+        rows = "" if layout.latent_format == "model" else f" with {layout.latent_format} latents"
+        log.info("%s%s as %s%s on %s, %d pages", who, settings.model, model.dtype_name, rows, device, num_pages)
         return cls(device, model, LatentPool(layout, num_pages, device, staging_bytes=staging_bytes))

@@ -1,7 +1,7 @@
 """One prefill chunk on one device: rows of the chunk go into the pool, earlier rows are read from it.
 
 Shapes in this file: T tokens of the chunk, S tokens before it, D hidden, N heads, K query/key width, V value width,
-W = C + R.
+W = C + R, Y elements of a stored row.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def prefill_forward(
     block_tokens = PREFIX_BLOCK_TOKENS[model.device.type]
     for number, layer in enumerate(model.layers):
         projected = layer.project(hidden_TD, rope)
-        pool.write(number, slots[start:end], projected.rows_TW)
-        k_TNK, v_TNV = layer.expand(projected.rows_TW)
+        stored_TY = pool.stored(projected.rows_TW)
+        pool.write_stored(number, slots[start:end], stored_TY)
+        k_TNK, v_TNV = layer.expand(pool.computed(stored_TY))
         out_TNV, lse_TN = attend_block(projected.q_TNK, k_TNK, v_TNV, scale=model.softmax_scale, causal=True)
         if start > block_tokens:  # more than two partial results are joined in fp32
             out_TNV = out_TNV.float()

@@ -153,8 +153,12 @@ class Model:
         blocks = zip(torch.split(hidden_TD, rows), torch.split(next_ids_T, rows), strict=True)
         return torch.cat([-F.cross_entropy(self.logits(hidden), ids, reduction="none") for hidden, ids in blocks])
 
-    def layout(self, *, block_tokens: int, page_tokens: int = 64) -> PageLayout:
-        """Return the byte map of this model's pages."""
+    def layout(self, *, block_tokens: int, page_tokens: int = 64, latent_format: str = "model") -> PageLayout:
+        """Return the byte map of this model's pages.
+
+        Raises:
+            ValueError: this model has no rows of that format; names the value and the limit.
+        """
         return PageLayout(
             num_layers=self.config.num_layers,
             latent_width=self.config.kv_lora_rank,
@@ -163,4 +167,5 @@ class Model:
             model_id=self.model_id,
             page_tokens=page_tokens,
             block_tokens=block_tokens,
+            latent_format=latent_format,
         )

@@ -1,6 +1,6 @@
 """One rank's compute: it obeys ring steps, and knows of each request only what the steps told.
 
-Shapes in this file: T own tokens of the chunk, D hidden, N heads, K query/key width, W = C + R.
+Shapes in this file: T own tokens of the chunk, D hidden, N heads, K query/key width, Y elements of a stored row.
 """
 
 from __future__ import annotations
@@ -216,10 +216,7 @@ class RankWorker:
         has_rows = len(plan.positions_T) > 0
         device, relay = self._pool.device, request.relay
         hidden_TD = torch.empty(0, device=device)
-        q_TNK, rows_TW = (
-            None,
-            torch.empty(0, self._pool.layout.row_width, dtype=self._pool.layer(0).dtype, device=device),
-        )
+        q_TNK, stored_TY = None, self._pool.rows(0)[:0]
         if has_rows:
             own_ids = to_device(ids[plan.positions_T - chunk.start].astype(np.int64), device)
             hidden_TD = self._model.embed(own_ids)
@@ -229,14 +226,14 @@ class RankWorker:
         for index, layer in enumerate(self._model.layers):
             if has_rows:
                 projected = layer.project(hidden_TD, rope)
-                q_TNK, rows_TW = projected.q_TNK, projected.rows_TW.to(rows_TW.dtype)
-                self._keep_own(index, rows_TW, plan)
+                q_TNK, stored_TY = projected.q_TNK, self._pool.stored(projected.rows_TW)
+                self._keep_own(index, stored_TY, plan)
             if relay is not None:
                 with self._relaying():
                     relay.rows_final(index, plan.early)
             header = Header(step_id, index, stop=self._ring.rank == 0 and should_stop())
             attended, stop = self._ring.attend(
-                layer, q_TNK, rows_TW, plan.laps, header=header, scale=self._model.softmax_scale
+                layer, q_TNK, stored_TY, plan.laps, header=header, scale=self._model.softmax_scale
             )
             if stop:
                 return None
@@ -273,9 +270,9 @@ class RankWorker:
         with torch.cuda.stream(self._relay_stream):
             yield
 
-    def _keep_own(self, layer: int, rows_TW: Tensor, plan: ChunkPlan) -> None:
+    def _keep_own(self, layer: int, stored_TY: Tensor, plan: ChunkPlan) -> None:
         if plan.own_kept is not None:
-            self._pool.write(layer, plan.own_kept.slots, rows_TW.index_select(0, plan.own_kept.rows))
+            self._pool.write_stored(layer, plan.own_kept.slots, stored_TY.index_select(0, plan.own_kept.rows))
 
     def _close(self, key: str, *, abort: bool) -> None:
         request = self._requests[key]

@@ -4,7 +4,8 @@ Each lap sends one block of every rank once round: first the chunk's own rows, t
 sub-blocks. A rank re-expands what passes by, attends the part its queries may see, and merges the partial results.
 All R - 1 hops of a lap always happen; only work that nobody would see is skipped, never communication.
 
-Shapes in this file: T own tokens of the chunk, B rows of a block, N heads, K query/key width, V value width, W = C + R.
+Shapes in this file: T own tokens of the chunk, B rows of a block, N heads, K query/key width, V value width,
+Y elements of a stored row. Blocks travel as pages hold them: every rank attends to the rows that one of them stores.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ class Ring:
         counters.values["foreign_blocks_max"] = 0.0
 
     def attend(
-        self, layer: Layer, q_TNK: Tensor | None, own_TW: Tensor, laps: Sequence[Lap], *, header: Header, scale: float
+        self, layer: Layer, q_TNK: Tensor | None, own_TY: Tensor, laps: Sequence[Lap], *, header: Header, scale: float
     ) -> tuple[Partial, bool]:
         """Return attention of the own queries over everything they may see, and whether the ring was told to stop.
 
         Args:
             q_TNK: None when this rank has no row in the chunk; it takes part in the rotation all the same.
-            own_TW: this rank's rows of the chunk, in the pool's dtype.
+            own_TY: this rank's rows of the chunk, as the pool stores them.
             header: sent along with the first lap; rank 0's flag reaches every rank in that lap, so on a stop all
                 ranks leave here, at the same layer, and the result is incomplete.
         Raises:
@@ -75,45 +76,45 @@ class Ring:
         stop = header.stop if self.rank == 0 else False
         for lap in laps:
             chunk_lap = lap.own_slots is None
-            block_BW = own_TW if lap.own_slots is None else self._pool.read(header.layer, lap.own_slots)
+            block_BY = own_TY if lap.own_slots is None else self._pool.read_stored(header.layer, lap.own_slots)
             passing = header
             for hop in range(self.size):
                 source = (self.rank - hop) % self.size
                 exchange = None
                 if self._group is not None and hop < self.size - 1:
-                    incoming_BW = self._buffer(hop % 2, lap, own_TW)[: lap.num_rows[(source - 1) % self.size]]
-                    exchange = self._group.post(block_BW, incoming_BW, passing if chunk_lap else None)
+                    incoming_BY = self._buffer(hop % 2, lap, own_TY)[: lap.num_rows[(source - 1) % self.size]]
+                    exchange = self._group.post(block_BY, incoming_BY, passing if chunk_lap else None)
                 self._note_foreign_blocks(int(hop > 0) + int(exchange is not None))
 
-                self._attend_pairs(layer, block_BW, lap.pairs[source], merged, scale)
-                self._keep(header.layer, block_BW, lap.kept[source])
+                self._attend_pairs(layer, block_BY, lap.pairs[source], merged, scale)
+                self._keep(header.layer, block_BY, lap.kept[source])
 
                 if exchange is not None:
                     passing = _checked(exchange.wait(), header)
-                    block_BW = incoming_BW
+                    block_BY = incoming_BY
                     stop |= passing.stop and (source - 1) % self.size == 0
             if stop:
                 break
         return merged, stop
 
     def _attend_pairs(
-        self, layer: Layer, block_BW: Tensor, pairs: Sequence[Pair], merged: Partial, scale: float
+        self, layer: Layer, block_BY: Tensor, pairs: Sequence[Pair], merged: Partial, scale: float
     ) -> None:
         if not pairs:
             return
+        rows_BW = self._pool.computed(block_BY[: max(pair.keys.end for pair in pairs)])
         if len(pairs) == 1 and not pairs[0].causal:  # every block but a rank's own
-            merged.add_rows(pairs[0], layer, block_BW, scale)
+            merged.add_rows(pairs[0], layer, rows_BW, scale)
         else:
-            visible = max(pair.keys.end for pair in pairs)
-            k_BNK, v_BNV = layer.expand(block_BW[:visible])
+            k_BNK, v_BNV = layer.expand(rows_BW)
             for pair in pairs:
                 merged.add(pair, k_BNK, v_BNV, scale)
         for pair in pairs:
             self._counters.add("attention_pairs", pair.num_scores)
 
-    def _keep(self, layer: int, block_BW: Tensor, kept: Kept | None) -> None:
+    def _keep(self, layer: int, block_BY: Tensor, kept: Kept | None) -> None:
         if kept is not None:
-            self._pool.write(layer, kept.slots, block_BW.index_select(0, kept.rows))
+            self._pool.write_stored(layer, kept.slots, block_BY.index_select(0, kept.rows))
 
     def _buffer(self, which: int, lap: Lap, like: Tensor) -> Tensor:
         """Return one of two receive buffers; a hop reads one (and sends it on) while it fills the other."""
@@ -146,9 +147,9 @@ class Partial:
             part = attend_block(self._queries(block), k_BNK[keys], v_BNV[keys], scale=scale, causal=block.causal)
             self._merge(block, *part)
 
-    def add_rows(self, pair: Pair, layer: Layer, block_BW: Tensor, scale: float) -> None:
+    def add_rows(self, pair: Pair, layer: Layer, rows_BW: Tensor, scale: float) -> None:
         """Attend one pair whose keys are all visible, and merge it in."""
-        rows_SW = block_BW[pair.keys.start : pair.keys.end]
+        rows_SW = rows_BW[pair.keys.start : pair.keys.end]
         self._merge(pair, *layer.attend(self._queries(pair), rows_SW, scale=scale))
 
     def _queries(self, pair: Pair) -> Tensor:

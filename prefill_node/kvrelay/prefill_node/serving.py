@@ -235,6 +235,7 @@ class PrefillServer:
             model=Path(settings.model).resolve().name,
             model_id=layout.model_id,
             dtype=layout.dtype,
+            latent_format=layout.latent_format,
             max_model_len=self._loaded.model.config.max_model_len,
             block_tokens=layout.block_tokens,
             page_tokens=layout.page_tokens,

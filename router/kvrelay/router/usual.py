@@ -175,4 +175,4 @@ class _Usual:
 
 
 def _kind(node: NodeView) -> object:
-    return node.role, node.model, node.dtype, node.ring_size
+    return node.role, node.model, node.dtype, node.latent_format, node.ring_size
