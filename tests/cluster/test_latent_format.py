@@ -35,7 +35,7 @@ def test_answers_are_those_of_one_process_with_such_rows(cluster: Cluster) -> No
         first, again = (cluster.generate(prompt, max_tokens=16) for _ in range(2))
 
         assert first.token_ids == again.token_ids == expected
-        assert again.usage.cached_tokens == (length - 1) // 64 * 64
+        assert again.usage.resident_tokens == length // 64 * 64  # whichever ring computed the rest
 
 
 def test_a_relayed_token_has_the_bytes_of_the_format(cluster: Cluster) -> None:

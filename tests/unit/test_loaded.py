@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
+from kvrelay.bench import random_checkpoint
+from kvrelay.bench.random_model import TINY
 from kvrelay.core.errors import SettingsError
-from kvrelay.model.loaded import choose_device
+from kvrelay.core.settings import load
+from kvrelay.decode_node.settings import DecodeSettings
+from kvrelay.model.loaded import Loaded, choose_device
 
 
 def test_ranks_may_share_a_cpu_but_not_a_gpu() -> None:
@@ -20,3 +27,12 @@ def test_ranks_may_share_a_cpu_but_not_a_gpu() -> None:
 def test_a_gpu_that_is_not_there_is_refused_by_its_number(name: str, local_rank: int) -> None:
     with pytest.raises(SettingsError, match=f"cuda:999 is wanted; there are {torch.cuda.device_count()} GPUs"):
         choose_device(name, local_rank=local_rank)
+
+
+def test_a_model_without_8_bit_rows_is_refused_with_its_width_and_the_limit(tmp_path: Path) -> None:
+    random_checkpoint.write(tmp_path, replace(TINY, kv_lora_rank=136), device=torch.device("cpu"))
+    options = ["--model", str(tmp_path), "--device", "cpu", "--latent-format", "fp8", "--pool-pages", "2"]
+    settings = load(DecodeSettings, options, prog="decode", environ={})
+
+    with pytest.raises(SettingsError, match="latent width of 136, above 127, is not 128 times a power of two"):
+        Loaded.load(settings)
