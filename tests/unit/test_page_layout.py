@@ -38,6 +38,10 @@ def test_c5_every_field_changes_the_fingerprint(change: dict[str, int | str]) ->
     assert replace(LAYOUT, **change).fingerprint != LAYOUT.fingerprint  # type: ignore[arg-type]
 
 
+def test_a_layout_is_named_as_by_builds_that_know_one_format_only() -> None:
+    assert LAYOUT.fingerprint.hex() == "f66770c60b42a9ad2a4634577d251d92"
+
+
 def test_wrong_layouts_are_refused_by_value() -> None:
     with pytest.raises(ValueError, match="float64"):
         replace(LAYOUT, dtype="float64")
