@@ -37,6 +37,11 @@ def test_a_wrong_option_is_refused_by_name(args: tuple[str, str]) -> None:
         a_plan(*args)
 
 
+def test_no_ring_size_is_dropped() -> None:
+    with pytest.raises(SettingsError, match="'1,3' names 2 rings, --prefill 1"):
+        a_plan("--ring-size", "1,3", "--prefill", "1")
+
+
 @pytest.mark.parametrize("text", ["0", "1,,2", "-1", "two", "1.5"])
 def test_a_ring_size_is_a_list_of_whole_numbers(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

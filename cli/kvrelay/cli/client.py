@@ -109,7 +109,10 @@ def as_dict(event: pb.GenerateEvent) -> dict[str, Any]:
 def error_of(err: grpc.RpcError) -> tuple[str, str]:
     """Return (status name, text) of a failed call."""
     call = cast(grpc.Call, err)  # a failed call is both, which the stubs cannot say
-    return call.code().name, call.details() or "no details"
+    text = call.details() or "no details"
+    if "Connection refused" in text:
+        text += " (nothing listens there: `kvrelay up` starts a cluster, --endpoint names another router)"
+    return call.code().name, text
 
 
 def pb_name(field: Any, number: int, prefix: str) -> str:

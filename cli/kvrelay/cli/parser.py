@@ -102,7 +102,8 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--chat", action="store_true", help="the prompt is a user's message of a chat")
     generate.add_argument("--system", metavar="TEXT", help="system message before it; implies --chat")
     generate.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
-    generate.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most tokens to generate")
+    generate.add_argument("--max-tokens", type=int, default=128, metavar="N",
+                          help="most tokens to generate; 0 = up to the context limit")  # fmt: skip
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 = always the likeliest token")
     generate.add_argument(
         "--top-p", type=float, metavar="P", help="keep the likeliest tokens of this total probability"

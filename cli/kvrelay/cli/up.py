@@ -61,7 +61,8 @@ def plan_of(options: argparse.Namespace) -> UpPlan:
     """Return what the options ask for.
 
     Raises:
-        SettingsError: --index is neither `embedded` nor a Redis address, or --listen is no host:port.
+        SettingsError: --index is neither `embedded` nor a Redis address, --listen is no host:port, or there are more
+            ring sizes than prefill nodes.
     """
     if options.index != "embedded" and not options.index.startswith(("redis://", "rediss://", "unix://")):
         raise SettingsError(f"--index {options.index!r} is neither 'embedded' nor a redis:// address")
@@ -69,6 +70,11 @@ def plan_of(options: argparse.Namespace) -> UpPlan:
     if not (host and colon and port.isdecimal() and int(port) < 2**16):
         raise SettingsError(f"--listen {options.listen!r} is not host:port")
     num_prefill = options.prefill or len(options.ring_size)
+    if num_prefill < len(options.ring_size):
+        sizes = ",".join(map(str, options.ring_size))
+        raise SettingsError(
+            f"--ring-size {sizes!r} names {len(options.ring_size)} rings, --prefill {num_prefill} nodes"
+        )
     node_options = ["--max-model-len", str(options.max_model_len)] if options.max_model_len else []
     if options.latent_format:
         node_options += ["--latent-format", options.latent_format]
