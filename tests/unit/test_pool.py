@@ -69,6 +69,18 @@ def test_a_pool_of_fp8_reads_what_its_bytes_stand_for(dtype: torch.dtype) -> Non
     assert not pool.layer(0).any()
 
 
+@pytest.mark.parametrize("latent_format", ["model", "fp8"])
+def test_no_rows_are_no_rows_in_any_format(latent_format: str) -> None:
+    layout = PageLayout(
+        num_layers=1, latent_width=8, rope_width=4, dtype="float32", model_id="m", latent_format=latent_format
+    )
+    pool, none = LatentPool(layout, 1, CPU), torch.empty(0, dtype=torch.int64)
+
+    pool.write(0, none, torch.empty(0, 12))
+
+    assert pool.read(0, none).shape == (0, 12)
+
+
 def test_not_a_number_stays_one_in_a_pool_of_fp8() -> None:
     layout = PageLayout(num_layers=1, latent_width=8, rope_width=4, dtype="float32", model_id="m", latent_format="fp8")
     pool, rows = LatentPool(layout, 1, CPU), torch.ones(2, 12)

@@ -120,7 +120,7 @@ def absorb_and_store(
 
 
 def unabsorb(out_TNC: Tensor, value_up_NCV: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values [T, N * V] of attention outputs, fp32, that are still in latent space."""
+    """Return the values [T, N * V] of attention outputs that are still in latent space."""
     num_tokens, heads, latent_width = out_TNC.shape
     value_width = value_up_NCV.shape[2]
     assert value_up_NCV.stride()[1:] == (1, latent_width), "the numbers of one value are neighbours"

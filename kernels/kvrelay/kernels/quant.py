@@ -38,7 +38,8 @@ def row_bytes(latent_width: int, rope_width: int) -> int:
 def quantise(rows_TW: Tensor, *, latent_width: int) -> Tensor:
     """Return bytes_TY, uint8, of rows in any float dtype; the reference of the fused kernel."""
     latent_TC, rope_TR = rows_TW[:, :latent_width], rows_TW[:, latent_width:]
-    latent_TGX = latent_TC.float().reshape(len(rows_TW), groups_of(latent_width), -1)
+    num_groups = groups_of(latent_width)
+    latent_TGX = latent_TC.float().reshape(-1, num_groups, latent_width // num_groups)
     largest_TG = latent_TGX.abs().amax(-1).clamp(min=1e-30)
     scale_TG = torch.exp2(torch.ceil(torch.log2(largest_TG / LARGEST)))
     number_TC = (latent_TGX / scale_TG[..., None]).clamp(-LARGEST, LARGEST).to(NUMBER).flatten(1)
@@ -53,5 +54,6 @@ def dequantise(bytes_TY: Tensor, *, latent_width: int, dtype: torch.dtype = torc
     number_TC = bytes_TY[:, :latent_width].contiguous().view(NUMBER).float()
     scale_TG = bytes_TY[:, latent_width:rope_at].contiguous().view(torch.float32)
     rope_TR = bytes_TY[:, rope_at:].contiguous().view(torch.bfloat16)
-    latent_TC = (number_TC.view(len(bytes_TY), num_groups, -1) * scale_TG[..., None]).flatten(1)
+    number_TGX = number_TC.view(-1, num_groups, latent_width // num_groups)
+    latent_TC = (number_TGX * scale_TG[..., None]).flatten(1)
     return torch.cat((latent_TC.to(dtype), rope_TR.to(dtype)), 1)
