@@ -47,6 +47,13 @@ def test_nodes_of_a_host_see_each_others_memory() -> None:
         assert (service["pid"], service["ipc"], service["ulimits"]["memlock"]) == ("host", "host", -1)
 
 
+def test_nodes_of_both_roles_keep_their_latents_in_one_format() -> None:
+    for services, wanted in ((config(), "model"), (config(KVRELAY_LATENT_FORMAT="fp8"), "fp8")):
+        for role in ("prefill", "decode", "prefill-gpu", "decode-gpu"):
+            name = role.removesuffix("-gpu").upper()
+            assert services[role]["environment"][f"KVRELAY_{name}_LATENT_FORMAT"] == wanted
+
+
 def test_every_role_speaks_tls_in_secure_mode() -> None:
     services = config(files=(FILE, SECURE), KVRELAY_CERTS="/certs")
     for role in ("router", "prefill", "decode", "prefill-gpu", "decode-gpu"):
