@@ -4,7 +4,7 @@ Latents travel over the mesh's `ring` dimension (Gloo on CPUs, NCCL on GPUs); co
 each exchange travel over a Gloo group of host tensors, as protobuf bytes or integers, never as pickles. Every wait is
 bounded by the group timeout, so a ring with a lost or stopped rank leaves as a whole.
 
-Shapes in this file: B rows of a block, W = C + R.
+Shapes in this file: B rows of a block, Y elements of a stored row.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class RingGroup:
         self._control = control
         self._next, self._previous = (rank + 1) % size, (rank - 1) % size
 
-    def post(self, block_BW: Tensor, incoming_BW: Tensor, header: Header | None) -> Exchange:
+    def post(self, block_BY: Tensor, incoming_BY: Tensor, header: Header | None) -> Exchange:
         """Start one hop. Empty blocks are not sent, since both sides know that they are empty."""
         ops = []
-        if block_BW.shape[0]:
-            ops.append(dist.P2POp(dist.isend, block_BW, self._next, self._ring))
-        if incoming_BW.shape[0]:
-            ops.append(dist.P2POp(dist.irecv, incoming_BW, self._previous, self._ring))
+        if block_BY.shape[0]:
+            ops.append(dist.P2POp(dist.isend, block_BY, self._next, self._ring))
+        if incoming_BY.shape[0]:
+            ops.append(dist.P2POp(dist.irecv, incoming_BY, self._previous, self._ring))
         works = dist.batch_isend_irecv(ops) if ops else []
         header_in = None
         if header is not None:
