@@ -87,9 +87,10 @@ def test_values_of_latent_outputs() -> None:
     close(found, torch.einsum("tnc,ncv->tnv", out.to(DTYPE).float(), up.float()).flatten(1))
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("normalise", [False, True])
-@pytest.mark.parametrize("always", [0, 2])
+@pytest.mark.parametrize(
+    ("tokens", "normalise", "always"),
+    [(1, False, 0), (1, True, 2), (3, True, 0), *([(1, False, 2), (1, True, 0), (3, False, 2)] if ON_GPU else [])],
+)  # the interpreter takes seconds for each
 def test_experts_of_few_tokens_equal_each_expert_in_turn(tokens: int, normalise: bool, always: int) -> None:
     hidden, width, experts, top = 64, 40, 10, 3
     x, norm = on_device(tokens, hidden, seed=1), on_device(hidden, seed=2)
