@@ -13,7 +13,8 @@ from kvrelay.core.types import Incarnation
 from kvrelay.kv_transfer.fence_cells import FenceMemory
 from kvrelay.kv_transfer.transport import agent_name
 from kvrelay.proto.v1 import handoff_pb2
-from transport_party import KINDS, child_path
+from repo import child_path
+from transport_party import KINDS
 
 PART_TOKENS = 4000
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def child_path() -> str:
+    """Return the PYTHONPATH of a child process: it finds these tests, and the product where this process does."""
+    return os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
 
 
 def pyproject() -> dict[str, Any]:

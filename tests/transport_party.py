@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -25,6 +24,7 @@ from kvrelay.kv_transfer.nixl import NixlTransport
 from kvrelay.kv_transfer.plan import Copy
 from kvrelay.kv_transfer.transport import Address, Handle, Region, Transport
 from memory import region_of
+from repo import child_path
 
 POOL_BYTES = 128 << 20
 BLOBS = ("metadata", "mapping")
@@ -39,11 +39,6 @@ def new_transport(
     make = LoopbackTransport if kind.endswith("loopback") else NixlTransport
     transport = make(agent_name=name, pool=pool, pool_pages=pool_pages, fences=fences, counters=counters)
     return DirectTransport(transport, HostPool(pool), counters=counters) if kind.startswith("direct") else transport
-
-
-def child_path() -> str:
-    """Return where a child process finds these tests, and the product where this process does."""
-    return os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 
 
 class _Child:

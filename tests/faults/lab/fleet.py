@@ -21,7 +21,7 @@ from faults.lab.control import FOLDER_VARIABLE, Remote
 from kvrelay.bench import local_cluster
 from kvrelay.bench.local_cluster import LocalCluster
 from kvrelay.proto.v1 import fleet_pb2
-from repo import ROOT
+from repo import child_path
 
 LEASE_S = 2.0
 FENCE_TIMEOUT_S = 3.0
@@ -109,8 +109,7 @@ def running(spec: Spec) -> Iterator[Fleet]:
     with tempfile.TemporaryDirectory(prefix="lab-") as folder:
         lab = Path(folder)
         log = lab / "up.log"
-        paths = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
-        environ = {**os.environ, **TIMES, **spec.variables, FOLDER_VARIABLE: folder, "PYTHONPATH": paths}
+        environ = {**os.environ, **TIMES, **spec.variables, FOLDER_VARIABLE: folder, "PYTHONPATH": child_path()}
         with log.open("w") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "faults.lab.up_main", *spec.options, "--listen", "127.0.0.1:0"],

@@ -19,7 +19,7 @@ from cluster.cluster import Client, GenerateCall, wait_until
 from faults.lab.control import FOLDER_VARIABLE, Remote
 from faults.lab.fleet import TIMES
 from kvrelay.index.server import _bundled_program, _free_port
-from repo import ROOT
+from repo import child_path
 
 _HERE, _THERE = "10.213.77.1", "10.213.77.2"
 # Both ends are one host to UCX, so it would copy past the cable.
@@ -95,8 +95,7 @@ class _Starter:
 
     def __init__(self, stack: ExitStack, lab: Path) -> None:
         self._stack, self._lab = stack, lab
-        paths = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
-        self._environ = {**os.environ, **TIMES, **_ENVIRON, FOLDER_VARIABLE: str(lab), "PYTHONPATH": paths}
+        self._environ = {**os.environ, **TIMES, **_ENVIRON, FOLDER_VARIABLE: str(lab), "PYTHONPATH": child_path()}
 
     def __call__(self, role: str, name: str, *options: str, prefix: Sequence[str] = ()) -> str:
         """Return the process's address once it is ready."""
