@@ -12,8 +12,7 @@ from typing import Self
 from kvrelay.core.errors import TransferError
 
 _VERSION = 1
-_VERSION_FORMAT = struct.Struct("<H")
-_FORMAT = struct.Struct("<16s64sQ")
+_FORMAT = struct.Struct("<H16s64sQ")  # the version, then the fields
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -26,7 +25,7 @@ class Mapping:
     offset_bytes: int
 
     def encode(self) -> bytes:
-        return _VERSION_FORMAT.pack(_VERSION) + _FORMAT.pack(self.boot_id, self.handle, self.offset_bytes)
+        return _FORMAT.pack(_VERSION, self.boot_id, self.handle, self.offset_bytes)
 
     @classmethod
     def decode(cls, blob: bytes) -> Self:
@@ -38,9 +37,10 @@ class Mapping:
         """
         if not blob:
             raise TransferError("it offers no mapping of its pool")
-        if len(blob) != _VERSION_FORMAT.size + _FORMAT.size or _VERSION_FORMAT.unpack_from(blob) != (_VERSION,):
+        version, *fields = _FORMAT.unpack(blob) if len(blob) == _FORMAT.size else (None,)
+        if version != _VERSION:
             raise TransferError(f"{len(blob)} bytes are no mapping of version {_VERSION}")
-        found = cls(*_FORMAT.unpack_from(blob, _VERSION_FORMAT.size))
+        found = cls(*fields)
         if found.boot_id != boot_id():
             raise TransferError("it is on another host, or was before this one was started again")
         return found
