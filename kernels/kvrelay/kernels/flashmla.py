@@ -19,7 +19,7 @@ _KEY = "flashmla"
 
 class Attend(Protocol):
     def __call__(
-        self, q_BNW: Tensor, pool_PSW: Tensor, plan: PagedPlan, *, scale: float, latent_width: int
+        self, q_BNW: Tensor, pool_PSW: Tensor, plan: PagedPlan, /, *, scale: float, latent_width: int
     ) -> Tensor: ...
 
 

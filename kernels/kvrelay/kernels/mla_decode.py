@@ -20,7 +20,7 @@ from torch import Tensor
 from kvrelay.kernels import quant
 from kvrelay.kernels.cuda_choice import cuda_decode_refuses
 from kvrelay.kernels.dispatch import Backend, choose
-from kvrelay.kernels.flashmla import flashmla_refuses, load_flashmla
+from kvrelay.kernels.flashmla import Attend, flashmla_refuses, load_flashmla
 from kvrelay.kernels.merge import merge_partials
 from kvrelay.kernels.paged_plan import PagedPlan
 from kvrelay.kernels.triton_support import triton_refuses
@@ -242,11 +242,7 @@ def _triton_refuses(problem: Problem) -> str | None:
 def _load_triton() -> MlaDecode:
     from kvrelay.kernels import triton_decode  # noqa: PLC0415 - optional
 
-    def run(q_BNW: Tensor, pool_PSW: Tensor, plan: DecodePlan, *, scale: float, latent_width: int) -> Tensor:
-        assert plan.paged is not None, "this kernel reads a paged plan"
-        return triton_decode.decode(q_BNW, pool_PSW, plan.paged, scale=scale, latent_width=latent_width)
-
-    return run
+    return _of_paged(triton_decode.decode)
 
 
 def _cuda_refuses(problem: Problem) -> str | None:
@@ -258,11 +254,7 @@ def _cuda_refuses(problem: Problem) -> str | None:
 def _load_cuda() -> MlaDecode:
     from kvrelay.kernels import cuda_decode  # noqa: PLC0415 - optional
 
-    def run(q_BNW: Tensor, pool_PSW: Tensor, plan: DecodePlan, *, scale: float, latent_width: int) -> Tensor:
-        assert plan.paged is not None, "this kernel reads a paged plan"
-        return cuda_decode.decode(q_BNW, pool_PSW, plan.paged, scale=scale, latent_width=latent_width)
-
-    return run
+    return _of_paged(cuda_decode.decode)
 
 
 def _flashmla_refuses(problem: Problem) -> str | None:
@@ -272,7 +264,11 @@ def _flashmla_refuses(problem: Problem) -> str | None:
 
 
 def _load_flashmla() -> MlaDecode:
-    attend = load_flashmla()
+    return _of_paged(load_flashmla())
+
+
+def _of_paged(attend: Attend) -> MlaDecode:
+    """Return a kernel that reads paged plans as one that takes a step's plan."""
 
     def run(q_BNW: Tensor, pool_PSW: Tensor, plan: DecodePlan, *, scale: float, latent_width: int) -> Tensor:
         assert plan.paged is not None, "this kernel reads a paged plan"
