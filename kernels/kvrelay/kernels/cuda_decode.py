@@ -19,7 +19,7 @@ from torch import Tensor
 from kvrelay.core.errors import NoKernelError
 from kvrelay.kernels import nvrtc, triton_join
 from kvrelay.kernels.paged_plan import PagedPlan
-from kvrelay.kernels.triton_decode import num_processors
+from kvrelay.kernels.triton_support import num_processors
 
 log = logging.getLogger(__name__)
 

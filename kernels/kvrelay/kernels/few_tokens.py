@@ -11,8 +11,7 @@ from torch import Tensor
 from kvrelay.kernels import quant, triton_few, triton_few_experts
 from kvrelay.kernels.residual_norm import Norm
 from kvrelay.kernels.rope import RopeTables
-from kvrelay.kernels.triton_decode import num_processors
-from kvrelay.kernels.triton_support import shared_bytes, starts_early
+from kvrelay.kernels.triton_support import num_processors, shared_bytes, starts_early
 
 
 @dataclass(frozen=True, slots=True)

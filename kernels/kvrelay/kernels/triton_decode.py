@@ -9,7 +9,6 @@ Shapes in this file: B sequences, J pieces, H a block of heads, T rows of a tile
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -20,12 +19,11 @@ from torch import Tensor
 
 from kvrelay.kernels import quant, triton_join
 from kvrelay.kernels.paged_plan import PagedPlan
-from kvrelay.kernels.triton_support import shared_bytes
+from kvrelay.kernels.triton_support import num_processors, shared_bytes
 from kvrelay.kernels.triton_wait import fetch, let_next_begin, wait_for_previous
 from kvrelay.kernels.triton_widen import widen
 
 PAIRS_BYTES = 164 * 1024  # of shared memory, for three steps of two tiles
-HOST_PARTS = 6  # for the interpreter: few, but enough to cut sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +53,6 @@ def tuning_for(num_heads: int, dtype: torch.dtype, *, alone: bool = False) -> Tu
         # of 64 rows 622 to 652, keys times queries (so that the matrix unit's 64 rows are tokens) 761.
         return Tuning(heads=16, programs_per_processor=2, num_warps=4, num_stages=3)
     return Tuning(heads=64, programs_per_processor=1, num_warps=8, num_stages=3)
-
-
-@functools.cache
-def num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return HOST_PARTS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def decode(

@@ -1,4 +1,4 @@
-"""Whether Triton kernels can run here."""
+"""Whether Triton kernels can run here, and what a device has for them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ def triton_refuses(device: str) -> str | None:
     if device == "cpu" and knobs.runtime.interpret:
         return None
     return f"runs on cuda, not {device}"
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Return how many a device has; where programs are interpreted few, but enough to cut sequences."""
+    if device.type != "cuda":
+        return 6
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @functools.cache
