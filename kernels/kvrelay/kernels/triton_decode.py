@@ -55,21 +55,13 @@ def tuning_for(num_heads: int, dtype: torch.dtype, *, alone: bool = False) -> Tu
     return Tuning(heads=64, programs_per_processor=1, num_warps=8, num_stages=3)
 
 
-def decode(
-    q_BNW: Tensor,
-    pool_PSW: Tensor,
-    plan: PagedPlan,
-    *,
-    scale: float,
-    latent_width: int,
-    tuning: Tuning | None = None,
-) -> Tensor:
+def decode(q_BNW: Tensor, pool_PSW: Tensor, plan: PagedPlan, *, scale: float, latent_width: int) -> Tensor:
     """Contract of `mla_decode.mla_decode`; sequences of length 0 give 0."""
     num_sequences, num_heads, row_width = q_BNW.shape
     assert num_sequences == plan.num_sequences, "one query per sequence of the plan"
     assert pool_PSW.is_contiguous(), "a layer of the pool is contiguous"
     pairs = plan.page_tokens % (2 * plan.tile_tokens) == 0 and shared_bytes(q_BNW.device) >= PAIRS_BYTES
-    tuning = tuning or tuning_for(num_heads, pool_PSW.dtype, alone=num_sequences == 1 and pairs)
+    tuning = tuning_for(num_heads, pool_PSW.dtype, alone=num_sequences == 1 and pairs)
     head_blocks = triton.cdiv(num_heads, tuning.heads)
     parts = max(1, num_processors(q_BNW.device) * tuning.programs_per_processor // head_blocks)
     rows = _rows(pool_PSW, latent_width)
