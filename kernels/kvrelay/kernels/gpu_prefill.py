@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.cute_dsl import ONE_AT_A_TIME
-from kvrelay.kernels.last_wave import attend_last_wave_apart, last_wave
+from kvrelay.kernels.last_wave import Attended, attend_last_wave_apart, last_wave
 from kvrelay.kernels.optional import import_refuses
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 HALVES = (torch.bfloat16, torch.float16)
 MLA_WIDTHS = (192, 128)
-Attended = tuple[Tensor, Tensor]
 
 
 def flash4_refuses(problem: Problem) -> str | None:
