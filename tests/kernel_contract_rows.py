@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernel_contract import DEVICE, ON_GPU, randn
+from kvrelay.core.layout import fp8_row_bytes
 from kvrelay.kernels import checksum, mla_prefill, quant, reference, triton_checksum
 from kvrelay.kernels.pieces import Pieces
 from kvrelay.kernels.rope import Rope, RopeKind, RopeSpec, RopeTables, apply_rope
@@ -186,7 +187,7 @@ def test_fused_quantised_rows_have_the_bytes_of_the_reference(latent: int, rope:
     tables = Rope(RopeSpec(kind=RopeKind.DEFAULT, width=rope, theta=1e4), DEVICE).tables(
         torch.arange(5, device=DEVICE), 0
     )
-    pool = torch.zeros(5, quant.row_bytes(latent, rope), dtype=torch.uint8, device=DEVICE)
+    pool = torch.zeros(5, fp8_row_bytes(latent, rope), dtype=torch.uint8, device=DEVICE)
     rows = torch.empty_like(mixed)
 
     write_rows(

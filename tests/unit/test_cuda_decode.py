@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.core.errors import NoKernelError
+from kvrelay.core.layout import FP8_GROUP_NUMBERS, fp8_groups, fp8_row_bytes
 from kvrelay.kernels import cuda_choice, nvrtc, quant, reference
 from kvrelay.kernels.cuda_decode import HEADS, SOURCE, STAGES, Arguments, Results, compile_refuses
 from kvrelay.kernels.paged_plan import PagedPlan
@@ -91,13 +92,13 @@ def test_the_kernel_on_the_host_equals_the_reference(
     counts = [-(-length // PAGE) for length in lengths]
     shuffled = torch.randperm(sum(counts) + 2, generator=random)[: sum(counts)]
     tables = [part.tolist() for part in torch.split(shuffled, counts)]
-    pool = torch.full((sum(counts) + 2, PAGE, quant.row_bytes(LATENT, ROPE)), NOT_A_NUMBER, dtype=torch.uint8)
+    pool = torch.full((sum(counts) + 2, PAGE, fp8_row_bytes(LATENT, ROPE)), NOT_A_NUMBER, dtype=torch.uint8)
     for table, length in zip(tables, lengths, strict=True):
         if not length:
             continue
         rows = torch.randn(len(table) * PAGE, LATENT + ROPE, generator=random)
-        spread = torch.randint(-octaves, octaves + 1, (len(rows), quant.groups_of(LATENT)), generator=random)
-        rows[:, :LATENT] *= torch.exp2(spread).repeat_interleave(quant.GROUP_NUMBERS, 1)
+        spread = torch.randint(-octaves, octaves + 1, (len(rows), fp8_groups(LATENT)), generator=random)
+        rows[:, :LATENT] *= torch.exp2(spread).repeat_interleave(FP8_GROUP_NUMBERS, 1)
         packed = quant.quantise(rows, latent_width=LATENT)
         packed[length:] = NOT_A_NUMBER
         pool[table] = packed.view(-1, *pool.shape[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from kvrelay.core.layout import PageLayout
 from kvrelay.kernels import quant
@@ -56,7 +57,7 @@ def test_wrong_layouts_are_refused_by_value() -> None:
 def test_rows_of_fp8_have_the_bytes_of_the_kernels(latent: int, rope: int, dtype: str) -> None:
     layout = replace(LAYOUT, latent_width=latent, rope_width=rope, dtype=dtype, latent_format="fp8")
 
-    assert layout.row_bytes == quant.row_bytes(latent, rope)
+    assert layout.row_bytes == quant.quantise(torch.zeros(1, latent + rope), latent_width=latent).shape[1]
     assert layout.page_bytes == 64 * layout.row_bytes
     assert layout.page_bytes % 8 == 0
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.bench.kernel_timing import recorded, side_by_side
+from kvrelay.core.layout import fp8_row_bytes
 from kvrelay.kernels import mla_decode, quant
 from kvrelay.kernels.flashmla import flashmla_refuses, load_flashmla
 from kvrelay.kernels.paged_plan import PagedPlan
@@ -34,7 +35,7 @@ class Case:
 
     @property
     def row_bytes(self) -> dict[str, int]:
-        return {"bf16": 2 * (LATENT + ROPE), "fp8": quant.row_bytes(LATENT, ROPE)}
+        return {"bf16": 2 * (LATENT + ROPE), "fp8": fp8_row_bytes(LATENT, ROPE)}
 
     @property
     def name(self) -> str:

@@ -51,7 +51,7 @@ class PageLayout:
     @property
     def row_bytes(self) -> int:
         if self.latent_format == "fp8":
-            return self.latent_width + 4 * fp8_groups(self.latent_width) + 2 * self.rope_width
+            return fp8_row_bytes(self.latent_width, self.rope_width)
         return self.row_width * DTYPE_BYTES[self.dtype]
 
     @property
@@ -88,8 +88,14 @@ class PageLayout:
 
 
 def fp8_groups(latent_width: int) -> int:
-    """Return how many scales a row of fp8 has."""
-    return max(1, latent_width // FP8_GROUP_NUMBERS)
+    """Return how many scales a row of fp8 has; widths above 128 are multiples of it."""
+    groups, rest = divmod(latent_width, FP8_GROUP_NUMBERS)
+    assert groups == 0 or rest == 0, f"{latent_width} does not fill its groups"
+    return max(1, groups)
+
+
+def fp8_row_bytes(latent_width: int, rope_width: int) -> int:
+    return latent_width + 4 * fp8_groups(latent_width) + 2 * rope_width
 
 
 def fp8_refuses(latent_width: int) -> str | None:

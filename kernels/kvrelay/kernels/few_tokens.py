@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kvrelay.core.layout import fp8_groups
 from kvrelay.kernels import quant, triton_few, triton_few_experts
 from kvrelay.kernels.residual_norm import Norm
 from kvrelay.kernels.rope import RopeTables
@@ -97,7 +98,7 @@ def absorb_and_store(
     heads, nope_width, latent_width = key_up_NPC.shape
     num_tokens, rope_width = key_TR.shape
     packed = pool.dtype == torch.uint8
-    groups = quant.groups_of(latent_width) if packed else 1
+    groups = fp8_groups(latent_width) if packed else 1
     views = [pool.view(dtype) for dtype in (quant.NUMBER, torch.float32, torch.bfloat16)] if packed else [pool] * 3
     q_TNW = q_TX.new_empty(num_tokens, heads, latent_width + rope_width)
     columns, warps = TUNING.absorb

@@ -18,27 +18,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrelay.core.layout import FP8_GROUP_NUMBERS, fp8_groups
+from kvrelay.core.layout import fp8_groups
 
-GROUP_NUMBERS = FP8_GROUP_NUMBERS
 LARGEST = 448.0  # of e4m3
 NUMBER = torch.float8_e4m3fn
-
-
-def groups_of(latent_width: int) -> int:
-    """Return G; widths above 128 are multiples of it."""
-    assert latent_width < GROUP_NUMBERS or latent_width % GROUP_NUMBERS == 0, f"{latent_width} does not fill its groups"
-    return fp8_groups(latent_width)
-
-
-def row_bytes(latent_width: int, rope_width: int) -> int:
-    return latent_width + 4 * groups_of(latent_width) + 2 * rope_width
 
 
 def quantise(rows_TW: Tensor, *, latent_width: int) -> Tensor:
     """Return bytes_TY, uint8, of rows in any float dtype; the reference of the fused kernel."""
     latent_TC, rope_TR = rows_TW[:, :latent_width], rows_TW[:, latent_width:]
-    num_groups = groups_of(latent_width)
+    num_groups = fp8_groups(latent_width)
     latent_TGX = latent_TC.float().reshape(-1, num_groups, latent_width // num_groups)
     largest_TG = latent_TGX.abs().amax(-1).clamp(min=1e-30)
     scale_TG = torch.exp2(torch.ceil(torch.log2(largest_TG / LARGEST)))
@@ -49,7 +38,7 @@ def quantise(rows_TW: Tensor, *, latent_width: int) -> Tensor:
 
 def dequantise(bytes_TY: Tensor, *, latent_width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return rows_TW; exact in bf16 and fp32."""
-    num_groups = groups_of(latent_width)
+    num_groups = fp8_groups(latent_width)
     rope_at = latent_width + 4 * num_groups
     number_TC = bytes_TY[:, :latent_width].contiguous().view(NUMBER).float()
     scale_TG = bytes_TY[:, latent_width:rope_at].contiguous().view(torch.float32)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvrelay.core.layout import fp8_groups
 from kvrelay.kernels import quant, triton_join
 from kvrelay.kernels.paged_plan import PagedPlan
 from kvrelay.kernels.triton_support import num_processors, shared_bytes
@@ -128,7 +129,7 @@ def _rows(pool_PSW: Tensor, latent_width: int) -> Rows:
         pool_PSW.view(quant.NUMBER),
         pool_PSW.view(torch.float32),
         pool_PSW.view(torch.bfloat16),
-        quant.groups_of(latent_width),
+        fp8_groups(latent_width),
     )
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvrelay.core.layout import fp8_groups
 from kvrelay.kernels import quant
 from kvrelay.kernels.rope import RopeTables
 
@@ -39,7 +40,7 @@ def write_rows(
     num_tokens, latent_width = latent_TC.shape
     rope_width = key_TR.shape[1]
     packed = pool.dtype == torch.uint8
-    groups = quant.groups_of(latent_width) if packed else 1
+    groups = fp8_groups(latent_width) if packed else 1
     views = [pool.view(dtype) for dtype in (quant.NUMBER, torch.float32, torch.bfloat16)] if packed else [pool] * 3
     assert latent_TC.stride(1) == key_TR.stride(1) == 1, "rows of the projections are dense"
     if num_tokens == 0:
