@@ -110,7 +110,8 @@ def error_of(err: grpc.RpcError) -> tuple[str, str]:
     """Return (status name, text) of a failed call."""
     call = cast(grpc.Call, err)  # a failed call is both, which the stubs cannot say
     text = call.details() or "no details"
-    if "Connection refused" in text:
+    # What a router says may end in the same words: then it is a node that it could not reach.
+    if "Connection refused" in text and not call.trailing_metadata():
         text += " (nothing listens there: `kvrelay up` starts a cluster, --endpoint names another router)"
     return call.code().name, text
 
