@@ -35,7 +35,6 @@ class Kernel:
 
     handle: Any  # CUfunction
     shared_bytes: int
-    log: str  # the compiler's, with registers and spills
 
     def launch(
         self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, *, starts_early: bool = False
@@ -72,18 +71,18 @@ def compile_kernel(
     from cuda.bindings import driver  # noqa: PLC0415 - optional
 
     major, minor = torch.cuda.get_device_capability(device)
-    image, log = compile_image(source, f"sm_{major}{minor}", defines)
+    image, _ = compile_image(source, f"sm_{major}{minor}", defines)
     torch.cuda.synchronize(device)  # makes the device's context this thread's
     library = _checked(driver.cuLibraryLoadData(image, [], [], 0, [], [], 0))
     kernel = _checked(driver.cuLibraryGetKernel(library, name.encode()))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     index = torch.cuda.current_device() if device.index is None else device.index
     _checked(driver.cuKernelSetAttribute(limit, shared_bytes, kernel, _checked(driver.cuDeviceGet(index))))
-    return Kernel(driver.CUfunction(int(kernel)), shared_bytes, log)
+    return Kernel(driver.CUfunction(int(kernel)), shared_bytes)
 
 
 def compile_image(source: Path, architecture: str, defines: Mapping[str, int]) -> tuple[bytes, str]:
-    """Return the machine code for an architecture ("sm_90") and the compiler's log; needs no device.
+    """Return the machine code for an architecture ("sm_90") and the compiler's log, with registers; needs no device.
 
     Headers (*.cuh) are those beside `source`.
     """
