@@ -10,8 +10,8 @@ from kvrelay.kernels import reference
 from kvrelay.kernels.last_wave import LastWave, attend_last_wave_apart, last_wave
 
 
-def waves(queries: int, keys: int, heads: int, processors: int) -> float:
-    """Return how long a call takes, in tiles over `keys` keys."""
+def waves(queries: int, heads: int, processors: int) -> int:
+    """Return how many tiles over all keys a call takes one after the other."""
     return -(-(-(-queries // 128) * heads) // processors)
 
 
@@ -40,10 +40,10 @@ def test_what_is_apart_always_shortens_the_whole(queries: int) -> None:
     heads, keys, processors = 16, 65_536, 132
     wave = last_wave(queries, heads, keys, processors)
     if wave is not None:
-        rest = waves(queries - wave.num_queries, keys, heads, processors) * keys
+        rest = waves(queries - wave.num_queries, heads, processors) * keys
         segment = keys // wave.num_segments
-        apart = -(-(-(-wave.num_queries // 128) * heads * wave.num_segments) // processors) * segment
-        assert rest + apart < waves(queries, keys, heads, processors) * keys
+        apart = waves(wave.num_queries, heads * wave.num_segments, processors) * segment
+        assert rest + apart < waves(queries, heads, processors) * keys
 
 
 def test_the_parts_make_one_softmax() -> None:
