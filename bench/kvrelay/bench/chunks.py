@@ -63,7 +63,11 @@ class PartsOut:
     sources_free = True  # nothing is freed before `wait`
 
     def __init__(self, pool: LocalPool, transfer: TransferThread | None, *, key: str, reader: ReaderProcess) -> None:
-        self._pool, self._transfer, self._key, self._reader = pool, transfer, key, reader
+        self._pool, self._transfer, self._key = pool, transfer, key
+        there = range(reader.num_pages)  # a prompt's pages in their order
+        self._routes = Routes(
+            pool.layout, src_pool_pages=pool.num_pages, dst_pages=there, dst_pool_pages=reader.num_pages
+        )
         self._sums: list[Future[None]] = []
         self._drained = threading.Event()
         self.num_bytes = 0
@@ -72,12 +76,7 @@ class PartsOut:
 
     def add_part(self, layer: int, tokens: Span, src_pages: Pages) -> None:
         pool, sums = self._pool, self._pool.device_sums
-        first = tokens.start // pool.layout.page_tokens
-        there = {page: page for page in range(first, pool.layout.pages_for(tokens.end))}
-        routes = Routes(
-            pool.layout, src_pool_pages=pool.num_pages, dst_pages=there, dst_pool_pages=self._reader.num_pages
-        )
-        route = routes.of(tokens, src_pages)
+        route = self._routes.of(tokens, src_pages)
         ranges, copies = route.ranges(layer), route.copies(layer)
         self.num_bytes += sum(num_bytes for _, num_bytes in ranges)
 
