@@ -198,7 +198,7 @@ def test_a_peers_next_life_takes_the_place_of_the_one_before(writer: Side, reade
 
 
 def offering(address: Address, blob: bytes) -> Address:
-    return replace(address, agent_name=address.agent_name, mapping=blob, mapping_digest=digest(blob))
+    return replace(address, mapping=blob, mapping_digest=digest(blob))
 
 
 def test_a_peer_that_cannot_be_mapped_is_written_to_the_other_way_and_the_log_says_why_once(
