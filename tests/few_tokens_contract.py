@@ -11,7 +11,8 @@ from kernel_contract import DEVICE, ON_GPU, randn
 from kvrelay.kernels import few_tokens
 from kvrelay.kernels.few_tokens import Experts
 from kvrelay.kernels.residual_norm import Norm
-from kvrelay.kernels.rope import Rope, RopeKind, RopeSpec, apply_rope
+from kvrelay.kernels.rope import Rope, apply_rope
+from kvrelay.kernels.rope_spec import RopeKind, RopeSpec
 from kvrelay.kernels.triton_rows import write_rows
 
 # The interpreter cuts bf16 off instead of rounding it.

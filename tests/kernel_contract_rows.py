@@ -12,7 +12,8 @@ from kernel_contract import DEVICE, ON_GPU, randn
 from kvrelay.core.layout import fp8_row_bytes
 from kvrelay.kernels import checksum, mla_prefill, quant, reference, triton_checksum
 from kvrelay.kernels.pieces import Pieces
-from kvrelay.kernels.rope import Rope, RopeKind, RopeSpec, RopeTables, apply_rope
+from kvrelay.kernels.rope import Rope, RopeTables, apply_rope
+from kvrelay.kernels.rope_spec import RopeKind, RopeSpec
 from kvrelay.kernels.triton_merge import merge
 from kvrelay.kernels.triton_pack import pack_pieces, unpack_pieces
 from kvrelay.kernels.triton_rows import write_rows

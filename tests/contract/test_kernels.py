@@ -11,7 +11,8 @@ from kvrelay.kernels import mla_decode, mla_prefill, reference
 from kvrelay.kernels.dispatch import Backend, choose
 from kvrelay.kernels.merge import merge_partials
 from kvrelay.kernels.mla_decode import DecodePlan
-from kvrelay.kernels.rope import Rope, RopeKind, RopeSpec, apply_rope, half_split_order, inverse_frequencies
+from kvrelay.kernels.rope import Rope, apply_rope, half_split_order, inverse_frequencies
+from kvrelay.kernels.rope_spec import RopeKind, RopeSpec
 
 CPU = torch.device("cpu")
 PAGE = 16

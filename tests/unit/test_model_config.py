@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.kernels.rope import RopeKind
+from kvrelay.kernels.rope_spec import RopeKind
 from kvrelay.model.config import ModelConfig, load_config
 
 # As DeepSeek publishes V3, the keys that matter and those that do not.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.rope import RopeKind, RopeSpec
+from kvrelay.kernels.rope_spec import RopeKind, RopeSpec
 from kvrelay.model.checkpoint import build_model
 from kvrelay.model.config import ModelConfig, MoeConfig, Routing
 from kvrelay.model.tensors import expected_tensors, is_router

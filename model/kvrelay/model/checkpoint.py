@@ -76,13 +76,6 @@ def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> str:
     return dtype
 
 
-def weights_bytes(folder: Path, dtype: str) -> int:
-    """Return the bytes that the weights take in memory; "auto" is the checkpoint's own dtype."""
-    config = load_config(folder)
-    name = config.checkpoint_dtype if dtype == "auto" else resolve_dtype(dtype, config, torch.device("cpu"))
-    return loaded_bytes(config, DTYPE_BYTES[name])
-
-
 def model_id(folder: Path) -> str:
     """Return a digest of what the model computes: its config, and its weight files by name, size and samples.
 

@@ -1,4 +1,7 @@
-"""Reading tensors out of one or many safetensors files, with errors that name the file and the tensor."""
+"""Reading tensors out of one or many safetensors files, with errors that name the file and the tensor.
+
+Whether files are what a config says can be checked where no torch is; only `take` needs it.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.model.config import FP8_BLOCK, ModelConfig
 from kvrelay.model.config_reader import read_json_object
 from kvrelay.model.tensors import Shape, expected_tensors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 INDEX_NAME = "model.safetensors.index.json"
 PLAIN_DTYPES = {"F32", "BF16", "F16"}
@@ -58,8 +63,11 @@ def _weight_map(index: Path) -> dict[str, str]:
 class CheckpointFiles:
     """The open weight files of one folder, checked against the config; a context manager."""
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
+    def __init__(self, folder: Path, config: ModelConfig, *, framework: Literal["pt", "np"] = "pt") -> None:
         """Open all files and compare their tensors' names, shapes and types with the config's.
+
+        Args:
+            framework: which library the files' reader loads; "np" is enough for checking, `take` needs "pt".
 
         Raises:
             ModelLoadError: a file is missing or truncated, or a tensor missing, unexpected, or of a wrong shape or
@@ -67,6 +75,7 @@ class CheckpointFiles:
         """
         self._folder = folder
         self._config = config
+        self._framework = framework
         self._stack = ExitStack()
         self._file_of: dict[str, tuple[Path, Any]] = {}
         try:
@@ -91,7 +100,7 @@ class CheckpointFiles:
         path, file = self._file_of[name]
         try:
             tensor: Tensor = file.get_tensor(name)
-            if tensor.dtype is torch.float8_e4m3fn:
+            if file.get_slice(name).get_dtype() == FP8_DTYPE:
                 scale_name = name + SCALE_SUFFIX
                 scales: Tensor = self._file_of[scale_name][1].get_tensor(scale_name)
                 return dequantise(tensor, scales).to(dtype)
@@ -101,7 +110,7 @@ class CheckpointFiles:
 
     def _open(self, path: Path) -> None:
         try:
-            file = self._stack.enter_context(safe_open(path, framework="pt"))
+            file = self._stack.enter_context(safe_open(path, framework=self._framework))
             names = list(file.keys())
         except (SafetensorError, OSError) as err:
             raise ModelLoadError(f"{path}: is damaged or truncated: {err}") from err

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.kernels.rope import RopeKind, RopeSpec
+from kvrelay.kernels.rope_spec import RopeKind, RopeSpec
 from kvrelay.model import config_keys
 from kvrelay.model.config_reader import KeyReader, read_json_object
 
