@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,9 +17,12 @@ import pytest
 from command_line import GOLDEN, describe, readme_table, settings_table
 from kvrelay.cli.generate import build_request
 from kvrelay.cli.main import main
+from kvrelay.cli.option_types import endpoint, positive_seconds, seconds
 from kvrelay.cli.parser import build_parser
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.proto.convert import unpack_ids
+
+MAY_BE_0 = {"watch_s", "down_s", "stale_s", "alone_s"}
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -99,6 +104,52 @@ def test_a_file_that_holds_no_token_ids_is_refused_with_its_name(tmp_path: Path,
 def test_numbers_that_cannot_be_sent_are_refused_by_name(option: tuple[str, str]) -> None:
     with pytest.raises(InvalidRequestError, match=f"{option[0]} {option[1]}"):
         build_request(build_parser().parse_args(["generate", "text", *option]))
+
+
+@pytest.mark.parametrize("option", [("--logprobs", "3"), ("--prompt-logprobs",)])
+def test_what_only_json_shows_is_refused_without_it(option: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{option[0]} shows nothing without --json"):
+        build_request(build_parser().parse_args(["generate", "text", *option]))
+
+    assert build_request(build_parser().parse_args(["generate", "text", *option, "--json"]))
+
+
+@pytest.mark.parametrize("text", ["nonsense", "host:", ":8400", "host:0", "host:99999", "host:84x", "http://host"])
+def test_an_endpoint_that_is_none_is_refused_with_its_limit(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["generate", "text", "--endpoint", text], ["health", text], ["bench", "load", "--endpoint", text]):
+        with pytest.raises(SystemExit, match="2"):
+            main(command)
+
+        assert f"{text!r} is not HOST:PORT with a port from 1 to 65535" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["localhost:1", "[::1]:8400", "ipv4:10.0.0.1:8400,10.0.0.2:8400", "dns:///router"])
+def test_endpoints_are_all_that_grpc_connects_to(text: str) -> None:
+    assert build_parser().parse_args(["nodes", "--endpoint", text]).endpoint == text
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "4294968", "soon"])
+def test_a_time_limit_that_is_none_is_refused_with_its_limit(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "text", "--timeout-s", text])
+
+    assert f"--timeout-s: {text!r} is not a time above 0 and up to 4294967 s" in capsys.readouterr().err
+
+
+def test_every_endpoint_and_every_time_is_judged() -> None:
+    for name, action in options_of("kvrelay", build_parser()):
+        if action.dest == "endpoint":
+            assert action.type is endpoint, name
+        if action.dest.endswith("_s") or action.dest == "seconds":
+            assert action.type is (seconds if action.dest in MAY_BE_0 else positive_seconds), name
+
+
+def options_of(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, inner in action.choices.items():
+                yield from options_of(f"{name} {word}", inner)
+        yield f"{name} {action.dest}", action
 
 
 def test_a_system_message_makes_a_chat() -> None:

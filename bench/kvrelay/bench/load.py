@@ -25,6 +25,8 @@ from kvrelay.bench.live import Client, Outcome
 from kvrelay.bench.placement import quantile
 from kvrelay.bench.prompts import Prompt, from_trace, made_up
 from kvrelay.bench.trace import read
+from kvrelay.core.errors import SettingsError
+from kvrelay.core.text_file import read_text
 from kvrelay.proto.tls import Tls
 from kvrelay.router.admission import TARGETS, Slo
 
@@ -40,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
             up += ["--model", options.model] if options.model else []
             endpoint = stack.enter_context(local_cluster.running(up)).endpoint
         tls = Tls.load(ca=options.tls_ca, cert=options.tls_cert, key=options.tls_key)
-        token = Path(options.token_file).read_text().strip() if options.token_file else ""
+        token = read_text(options.token_file, SettingsError).strip() if options.token_file else ""
         outcomes, took_s, prompts = uvloop.run(_send(options, endpoint, tls=tls, token=token))
     targets = TARGETS[Slo(options.slo)]
     ttft_s, tbt_s = options.ttft_s or targets.wait_s, options.tbt_s or targets.between_tokens_s

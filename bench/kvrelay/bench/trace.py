@@ -75,7 +75,9 @@ def read(file: Path, *, seed: int = 0) -> Trace:
             )
             for row in rows
         ]
-    except (OSError, ValueError, KeyError, TypeError) as err:
+    except OSError as err:
+        raise InvalidRequestError(f"{file}: cannot be read: {err.strerror or err}") from err
+    except (ValueError, KeyError, TypeError) as err:
         raise InvalidRequestError(f"{file}: not a request trace: {err}") from err
     arrivals.sort(key=lambda one: one.at_s)
     return Trace(file.name.split(".")[0], block_tokens, tuple(arrivals))

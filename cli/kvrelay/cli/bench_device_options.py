@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvrelay.cli.option_types import positive
+from kvrelay.cli.option_types import positive, seconds
 
 
 def add_device_benches(kinds: Any) -> None:
@@ -73,7 +73,7 @@ def _add_split(split: argparse.ArgumentParser) -> None:
     split.add_argument("--running-tokens", type=positive, default=10240, metavar="N", help="most tokens of each answer")
     split.add_argument("--long-prompt", type=positive, default=131_072, metavar="N", help="tokens of a long prompt")
     split.add_argument("--prompts", type=positive, default=2, metavar="N", help="long prompts of a round")
-    split.add_argument("--alone-s", type=float, default=2.0, metavar="S", help="time of a round before they come")
+    split.add_argument("--alone-s", type=seconds, default=2.0, metavar="S", help="time of a round before they come")
     split.add_argument("--rounds", type=positive, default=2, metavar="N", help="rounds per figure")
     split.add_argument("--ways", nargs="+", choices=("split", "chunked", "unchunked"),
                        default=["split", "chunked", "unchunked"], help="who is measured")  # fmt: skip

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from kvrelay.cli.identity_options import add_identity
-from kvrelay.cli.option_types import positive, positives
+from kvrelay.cli.option_types import endpoint, positive, positive_seconds, positives, seconds
 
 
 def add_simulations(kinds: Any) -> None:
@@ -20,7 +20,7 @@ def add_simulations(kinds: Any) -> None:
     placement.add_argument(
         "--slowdown", type=float, default=6.0, metavar="X", help="prefill this many times slower than one H200"
     )
-    placement.add_argument("--stale-s", type=float, default=1.0, metavar="S", help="delay of the late index")
+    placement.add_argument("--stale-s", type=seconds, default=1.0, metavar="S", help="delay of the late index")
     placement.add_argument(
         "--lost-events", type=float, default=0.05, metavar="P", help="share of changes that the late index never sees"
     )
@@ -41,7 +41,7 @@ def add_simulations(kinds: Any) -> None:
     echo.add_argument("--prefill", type=positive, default=8, metavar="N", help="prefill nodes to choose from")
     echo.add_argument("--decode", type=positive, default=4, metavar="M", help="decode nodes to choose from")
     echo.add_argument("--rounds", type=positive, default=5, metavar="N", help="pairs of runs at each rate")
-    echo.add_argument("--seconds", type=float, default=2.0, metavar="S", help="length of a run")
+    echo.add_argument("--seconds", type=positive_seconds, default=2.0, metavar="S", help="length of a run")
     _add_common(echo, "echo")
 
 
@@ -66,14 +66,16 @@ def _add_replay(replay: argparse.ArgumentParser) -> None:
         "--repeat", type=positive, default=1, metavar="R", help="all this so often, one after another, with new blocks"
     )
     replay.add_argument("--slowdown", type=float, default=6.0, metavar="X", help="prefill this many times slower")
-    replay.add_argument("--stale-s", type=float, default=0.0, metavar="S", help="delay of the index")
+    replay.add_argument("--stale-s", type=seconds, default=0.0, metavar="S", help="delay of the index")
     replay.add_argument("--lost-events", type=float, default=0.0, metavar="P", help="share of changes that get lost")
     replay.add_argument("--json", action="store_true", help="changes nothing: the last line is one JSON object anyway")
     _add_common(replay, "replay")
 
 
 def _add_load(load: argparse.ArgumentParser) -> None:
-    load.add_argument("--endpoint", metavar="HOST:PORT", help="the router; without it a cluster is started for this")
+    load.add_argument(
+        "--endpoint", type=endpoint, metavar="HOST:PORT", help="the router; without it a cluster is started for this"
+    )
     load.add_argument("--model", metavar="DIR", help="checkpoint folder of that cluster; default: the embedded model")
     load.add_argument("--prefill", type=positive, default=1, metavar="N", help="prefill nodes of that cluster")
     load.add_argument("--decode", type=positive, default=1, metavar="M", help="decode nodes of that cluster")
@@ -84,9 +86,11 @@ def _add_load(load: argparse.ArgumentParser) -> None:
     load.add_argument("--shared-tokens", type=int, default=0, metavar="N", help="of it, the same in all prompts")
     load.add_argument("--output-tokens", type=positive, default=32, metavar="N", help="answer; of a trace, at most")
     load.add_argument("--slo", default="standard", choices=["interactive", "standard", "batch"], help="service class")
-    load.add_argument("--ttft-s", type=float, metavar="S", help="first token in time; default: the wait of the class")
-    load.add_argument("--tbt-s", type=float, metavar="S", help="gap in time; default: that of the class")
-    load.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="deadline of a request")
+    load.add_argument(
+        "--ttft-s", type=positive_seconds, metavar="S", help="first token in time; default: the wait of the class"
+    )
+    load.add_argument("--tbt-s", type=positive_seconds, metavar="S", help="gap in time; default: that of the class")
+    load.add_argument("--timeout-s", type=positive_seconds, default=300.0, metavar="S", help="deadline of a request")
     add_identity(load)
     _add_common(load, "load")
 

@@ -6,11 +6,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from kvrelay.cli.eval_target import Answer
 from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.text_file import read_text
 from kvrelay.model.evaluation.recall import RecallTask, is_correct
 
 
@@ -90,7 +90,7 @@ def read_earlier(name: str) -> list[Asked]:
         InvalidRequestError: the file is none.
     """
     try:
-        prompts = json.loads(Path(name).read_text(encoding="utf-8"))["prompts"]
+        prompts = json.loads(read_text(name, InvalidRequestError))["prompts"]
         return [Asked(**{**one, "token_ids": tuple(one["token_ids"])}) for one in prompts]
-    except (OSError, ValueError, LookupError, TypeError) as err:
+    except (ValueError, LookupError, TypeError) as err:
         raise InvalidRequestError(f"{name} is no result of `kvrelay eval recall`: {err}") from err

@@ -9,14 +9,15 @@ from itertools import chain
 from typing import Any
 
 from kvrelay.cli.eval_run import ask_all, head, publish, target_of
-from kvrelay.cli.eval_target import Target, Text, read_text
+from kvrelay.cli.eval_target import Target, Text
 from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.text_file import read_text
 from kvrelay.model.evaluation.bpb import Window, bits_per_byte, windows
 
 
 def run(options: argparse.Namespace) -> int:
     """Score the text and print the figures."""
-    content, text = read_text(options.text), Text.of(options.model)
+    content, text = read_text(options.text, InvalidRequestError), Text.of(options.model)
     if not content:
         raise InvalidRequestError(f"{options.text} is empty")
     ids = text.tokenizer.text(content).tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvrelay.cli.identity_options import add_identity
-from kvrelay.cli.option_types import positive, positives, shares
+from kvrelay.cli.option_types import endpoint, positive, positive_seconds, positives, shares
 
 TIMEOUT_S = 600.0
 
@@ -45,13 +45,17 @@ def _add_recall(recall: argparse.ArgumentParser) -> None:
 
 
 def _add_target(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--endpoint", metavar="HOST:PORT", help="a router; without it the model runs in this process")
+    command.add_argument(
+        "--endpoint", type=endpoint, metavar="HOST:PORT", help="a router; without it the model runs in this process"
+    )
     command.add_argument("--model", metavar="DIR", help="checkpoint (with --endpoint its tokenizer); default: embedded")
     command.add_argument(
         "--latent-format", default="model", choices=["model", "fp8"], help="without --endpoint: numbers of latent rows"
     )
     add_identity(command)
     command.add_argument("--concurrency", type=positive, default=4, metavar="N", help="requests at once to --endpoint")
-    command.add_argument("--timeout-s", type=float, default=TIMEOUT_S, metavar="S", help="time limit of one request")
+    command.add_argument(
+        "--timeout-s", type=positive_seconds, default=TIMEOUT_S, metavar="S", help="time limit of one request"
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object with every figure")
     command.add_argument("--out", metavar="FILE", help="write that object to a file")

@@ -10,9 +10,10 @@ from typing import Any
 from kvrelay.cli import heat_map
 from kvrelay.cli.eval_answers import Asked, cells_of, digest_of, num_differing, read_earlier
 from kvrelay.cli.eval_run import ask_all, head, publish, target_of
-from kvrelay.cli.eval_target import Target, Text, read_text
+from kvrelay.cli.eval_target import Target, Text
 from kvrelay.cli.manual import python_manual
 from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.text_file import read_text
 from kvrelay.model.evaluation.recall import RecallTask, make_grid
 
 SPARE_ANSWER_TOKENS = 4  # room to say more than the answer, which then is wrong
@@ -24,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     if options.png:
         heat_map.require()  # before the work, not after it
     earlier = read_earlier(options.compare) if options.compare else None
-    filler = read_text(options.filler) if options.filler else python_manual()
+    filler = read_text(options.filler, InvalidRequestError) if options.filler else python_manual()
     text = Text.of(options.model)
     with target_of(options, text) as target:
         tasks = tasks_of(options, filler, text, target)

@@ -68,15 +68,3 @@ class Text:
         """Return the ids of a text without special tokens."""
         assert self.files.tokenizer is not None, "checked by `of`"
         return list(self.files.tokenizer.encode(text, add_special_tokens=False).ids)
-
-
-def read_text(name: str) -> str:
-    """Return a file's text.
-
-    Raises:
-        InvalidRequestError: it cannot be read as UTF-8.
-    """
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as err:
-        raise InvalidRequestError(f"{name}: {err}") from err

@@ -7,7 +7,6 @@ import json
 import struct
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 import grpc
 
@@ -15,6 +14,7 @@ from kvrelay.cli import client
 from kvrelay.cli.identity import Identity
 from kvrelay.cli.progress import PrefillLine
 from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.text_file import read_text
 from kvrelay.proto.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 
@@ -41,9 +41,13 @@ def build_request(options: argparse.Namespace) -> inference_pb2.GenerateRequest:
     """Return the request that the options describe.
 
     Raises:
-        InvalidRequestError: a file is missing or is not what it should be, or a number cannot be sent.
+        InvalidRequestError: a file is missing or is not what it should be, a number cannot be sent, or an option would
+            show nothing.
     """
     request = inference_pb2.GenerateRequest(sampling=_sampling(options))
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(options, name) and not options.json:
+            raise InvalidRequestError(f"--{name.replace('_', '-')} shows nothing without --json")
     if options.token_ids is not None:
         request.tokens.CopyFrom(_token_ids(options.token_ids))
         return request
@@ -88,10 +92,12 @@ def _token_ids(name: str) -> inference_pb2.TokenPrompt:
 
 
 def _read(name: str) -> str:
+    if name != "-":
+        return read_text(name, InvalidRequestError)
     try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as err:
-        raise InvalidRequestError(f"{name}: {err}") from err
+        return sys.stdin.read()
+    except UnicodeDecodeError as err:
+        raise InvalidRequestError(f"standard input: {err}") from err
 
 
 def _print_json(call: Iterable[inference_pb2.GenerateEvent]) -> bool:

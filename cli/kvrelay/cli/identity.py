@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import grpc
 
 from kvrelay.core.errors import SettingsError
+from kvrelay.core.text_file import read_text
 from kvrelay.proto.tls import Tls
 
 
@@ -29,17 +29,10 @@ class Identity:
             if options.token_file:
                 raise SettingsError("--token-file needs --tls-ca: without TLS tokens travel in plain text")
             return None
-        return cls(tls, _token(options.token_file) if options.token_file else "")
+        return cls(tls, read_text(options.token_file, SettingsError).strip() if options.token_file else "")
 
     def credentials(self) -> grpc.ChannelCredentials:
         channel = self.tls.channel_credentials()
         if not self.token:
             return channel
         return grpc.composite_channel_credentials(channel, grpc.access_token_call_credentials(self.token))
-
-
-def _token(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError as err:
-        raise SettingsError(f"cannot read {path}: {err.strerror}") from err

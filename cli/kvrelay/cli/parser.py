@@ -15,7 +15,7 @@ from kvrelay.cli.bench_options import add_simulations
 from kvrelay.cli.defaults import ENDPOINT
 from kvrelay.cli.eval_options import add_eval
 from kvrelay.cli.identity_options import add_identity
-from kvrelay.cli.option_types import positive, positives, start_id
+from kvrelay.cli.option_types import endpoint, positive, positive_seconds, positives, start_id
 from kvrelay.cli.scale_options import add_scale_advice
 
 # Role commands: what serves them. They parse their own options, which are also environment variables.
@@ -101,7 +101,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     prompt.add_argument("--token-ids", metavar="F", help="file with a JSON list of token ids; - = standard input")
     generate.add_argument("--chat", action="store_true", help="the prompt is a user's message of a chat")
     generate.add_argument("--system", metavar="TEXT", help="system message before it; implies --chat")
-    generate.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
+    generate.add_argument("--endpoint", type=endpoint, default=ENDPOINT, metavar="HOST:PORT", help="the router")
     generate.add_argument("--max-tokens", type=int, default=128, metavar="N",
                           help="most tokens to generate; 0 = up to the context limit")  # fmt: skip
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 = always the likeliest token")
@@ -112,22 +112,22 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--logprobs", type=int, metavar="N", help="log-probabilities, and the N likeliest (--json)")
     generate.add_argument("--prompt-logprobs", action="store_true", help="those of the prompt's tokens (--json)")
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the model's end tokens")
-    generate.add_argument("--timeout-s", type=float, metavar="S", help="time limit of the request")
+    generate.add_argument("--timeout-s", type=positive_seconds, metavar="S", help="time limit of the request")
     generate.add_argument("--json", action="store_true", help="print one JSON object per event")
     add_identity(generate)
     generate.set_defaults(run="kvrelay.cli.generate:run")
 
 
 def _add_nodes(nodes: argparse.ArgumentParser) -> None:
-    nodes.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
+    nodes.add_argument("--endpoint", type=endpoint, default=ENDPOINT, metavar="HOST:PORT", help="the router")
     nodes.add_argument("--json", action="store_true", help="print one JSON object per node")
     add_identity(nodes)
     nodes.set_defaults(run="kvrelay.cli.fleet:run_nodes")
 
 
 def _add_top(top: argparse.ArgumentParser) -> None:
-    top.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
-    top.add_argument("--interval-s", type=float, default=1.0, metavar="S", help="time between two looks")
+    top.add_argument("--endpoint", type=endpoint, default=ENDPOINT, metavar="HOST:PORT", help="the router")
+    top.add_argument("--interval-s", type=positive_seconds, default=1.0, metavar="S", help="time between two looks")
     top.add_argument("--frames", type=positive, metavar="N", help="end after so many tables; without it, when stopped")
     add_identity(top)
     top.set_defaults(run="kvrelay.cli.top:run")
@@ -135,7 +135,7 @@ def _add_top(top: argparse.ArgumentParser) -> None:
 
 def _add_drain(drain: argparse.ArgumentParser) -> None:
     drain.add_argument("node", metavar="NODE", help="name, as `kvrelay nodes` shows it")
-    drain.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
+    drain.add_argument("--endpoint", type=endpoint, default=ENDPOINT, metavar="HOST:PORT", help="the router")
     add_identity(drain)
     drain.set_defaults(run="kvrelay.cli.fleet:run_drain")
 
@@ -143,7 +143,7 @@ def _add_drain(drain: argparse.ArgumentParser) -> None:
 def _add_role(role: argparse.ArgumentParser) -> None:
     role.add_argument("node", metavar="NODE", help="name, as `kvrelay nodes` shows it")
     role.add_argument("role", choices=["prefill", "decode"], help="what it shall be")
-    role.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
+    role.add_argument("--endpoint", type=endpoint, default=ENDPOINT, metavar="HOST:PORT", help="the router")
     add_identity(role)
     role.set_defaults(run="kvrelay.cli.fleet:run_role")
 
@@ -151,23 +151,29 @@ def _add_role(role: argparse.ArgumentParser) -> None:
 def _add_fence(fence: argparse.ArgumentParser) -> None:
     fence.add_argument("node", metavar="NODE", help="name of the dead node; make sure that its process is gone")
     fence.add_argument("--start-id", type=start_id, default=0, metavar="HEX", help="this life of it only")
-    fence.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router")
+    fence.add_argument("--endpoint", type=endpoint, default=ENDPOINT, metavar="HOST:PORT", help="the router")
     add_identity(fence)
     fence.set_defaults(run="kvrelay.cli.fleet:run_fence")
 
 
 def _add_explain(explain: argparse.ArgumentParser) -> None:
     explain.add_argument("request", metavar="REQUEST", help="its id, as `kvrelay generate --json` shows it")
-    explain.add_argument("--endpoint", default=ENDPOINT, metavar="HOST:PORT", help="the router that placed it")
+    explain.add_argument(
+        "--endpoint", type=endpoint, default=ENDPOINT, metavar="HOST:PORT", help="the router that placed it"
+    )
     explain.add_argument("--json", action="store_true", help="print one JSON object")
     add_identity(explain)
     explain.set_defaults(run="kvrelay.cli.explain:run")
 
 
 def _add_health(health: argparse.ArgumentParser) -> None:
-    health.add_argument("endpoint", nargs="?", default=ENDPOINT, metavar="HOST:PORT", help="a router or a node")
+    health.add_argument(
+        "endpoint", nargs="?", type=endpoint, default=ENDPOINT, metavar="HOST:PORT", help="a router or a node"
+    )
     health.add_argument("--service", default="", metavar="NAME", help="one service of it; without, the whole server")
-    health.add_argument("--timeout-s", type=float, default=3.0, metavar="S", help="longest wait for an answer")
+    health.add_argument(
+        "--timeout-s", type=positive_seconds, default=3.0, metavar="S", help="longest wait for an answer"
+    )
     add_identity(health)
     health.set_defaults(run="kvrelay.cli.health:run")
 

@@ -18,6 +18,7 @@ from kvrelay.cli.children import Command
 from kvrelay.cli.index_keeper import IndexKeeper
 from kvrelay.cli.readiness import wait_until_serving
 from kvrelay.cli.supervisor import Supervisor
+from kvrelay.core.address import is_address
 from kvrelay.core.clock import monotonic
 from kvrelay.core.errors import SettingsError
 from kvrelay.core.lifecycle import StopSignals
@@ -66,8 +67,7 @@ def plan_of(options: argparse.Namespace) -> UpPlan:
     """
     if options.index != "embedded" and not options.index.startswith(("redis://", "rediss://", "unix://")):
         raise SettingsError(f"--index {options.index!r} is neither 'embedded' nor a redis:// address")
-    host, colon, port = options.listen.rpartition(":")
-    if not (host and colon and port.isdecimal() and int(port) < 2**16):
+    if not is_address(options.listen):
         raise SettingsError(f"--listen {options.listen!r} is not host:port")
     num_prefill = options.prefill or len(options.ring_size)
     if num_prefill < len(options.ring_size):

@@ -1,4 +1,4 @@
-"""Which address a process tells others, when it listens on all of its interfaces."""
+"""Addresses as text, host:port: which are well formed, and which one a process tells others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import socket
 from urllib.parse import urlsplit
 
 _WILDCARDS = frozenset({"0.0.0.0", "[::]", "*"})  # noqa: S104 - compared, not bound
+
+
+def is_address(text: str, *, least_port: int = 0) -> bool:
+    """Return whether a text is host:port."""
+    host, colon, port = text.rpartition(":")
+    return bool(host and colon and port.isascii() and port.isdecimal() and least_port <= int(port) < 2**16)
 
 
 def advertised(*, bound: str, advertise: str, index_url: str) -> str:

@@ -110,6 +110,10 @@ class CheckpointFiles:
 
     def _open(self, path: Path) -> None:
         try:
+            path.open("rb").close()  # what the library says of a file that cannot be opened holds its path once more
+        except OSError as err:
+            raise ModelLoadError(f"{path}: cannot be read: {err.strerror}") from err
+        try:
             file = self._stack.enter_context(safe_open(path, framework=self._framework))
             names = list(file.keys())
         except (SafetensorError, OSError) as err:

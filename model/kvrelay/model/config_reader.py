@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.core.errors import ModelLoadError
+from kvrelay.core.text_file import read_text
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -16,9 +17,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         ModelLoadError: the file is missing, unreadable, no JSON, or not an object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as err:
-        raise ModelLoadError(f"{path}: cannot be read: {err.strerror}") from err
+        value = json.loads(read_text(path, ModelLoadError))
     except ValueError as err:
         raise ModelLoadError(f"{path}: is not JSON: {err}") from err
     if not isinstance(value, dict):

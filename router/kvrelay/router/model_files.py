@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from kvrelay.core.errors import ModelLoadError
+from kvrelay.core.text_file import read_text
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -52,9 +53,9 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
     if not required and not path.exists():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as err:
-        raise ModelLoadError(f"{path}: cannot be read: {err}") from err
+        value = json.loads(read_text(path, ModelLoadError))
+    except ValueError as err:
+        raise ModelLoadError(f"{path}: is not JSON: {err}") from err
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: is a {type(value).__name__}, not an object")
     return value
@@ -104,7 +105,7 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
     """Return the template's text; a file of its own goes before the one in tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        return read_text(path, ModelLoadError)
     value = tokenizer_config.get("chat_template")
     if isinstance(value, list):  # several by name
         value = next((one.get("template") for one in value if one.get("name") == "default"), None)

@@ -14,13 +14,13 @@ import re
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc import aio
 
 from kvrelay.core.errors import SettingsError
+from kvrelay.core.text_file import read_text
 from kvrelay.proto import tls
 from kvrelay.proto.gate import Refusal
 
@@ -69,10 +69,10 @@ class Tokens:
         if not path:
             return None
         try:
-            entries = json.loads(Path(path).read_text())
+            entries = json.loads(read_text(path, SettingsError))
             quotas = {str(entry["tenant"]): _quota(entry) for entry in entries}
             return cls({_digest(entry): _tenant(entry, quotas) for entry in entries})
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as err:
+        except (ValueError, TypeError, KeyError, AttributeError) as err:
             raise SettingsError(f"token file {path}: {err!r}") from err
 
     @property
