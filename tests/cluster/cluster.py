@@ -26,6 +26,7 @@ from kvrelay.proto.v1 import (
     inference_pb2_grpc,
     prefill_pb2_grpc,
 )
+from warm_start import command_line
 
 SETTLE_S = 20.0
 CALL_S = 5.0
@@ -278,7 +279,7 @@ def _connect(endpoint: str) -> grpc.Channel:
 
 
 def _has_name(process: psutil.Process, name: str) -> bool:
-    words = process.cmdline()
+    words = command_line(process)
     return "--name" in words and words[words.index("--name") + 1] == name
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import warm_start
 from cluster.cluster import Cluster, Spec, running
 
 pytest.register_assert_rewrite("operations.checks")  # its tests are imported by modules here
@@ -41,6 +42,7 @@ KEEPER = pytest.StashKey[Keeper]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[KEEPER] = Keeper()
+    warm_start.begin()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

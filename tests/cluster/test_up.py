@@ -15,13 +15,20 @@ from pathlib import Path
 import psutil
 import pytest
 
+import warm_start
 from cluster.cluster import wait_until
 from kvrelay.bench import local_cluster
 from oracle_data import oracle_folder, recording
 
 ORACLE = "v3_dense"
 FOLDER = oracle_folder(ORACLE)
-SMALL = {"OMP_NUM_THREADS": "1", "KVRELAY_PREFILL_POOL_PAGES": "64", "KVRELAY_DECODE_POOL_PAGES": "64"}
+# As users start it.
+SMALL = {
+    "OMP_NUM_THREADS": "1",
+    warm_start.COLD_VARIABLE: "1",
+    "KVRELAY_PREFILL_POOL_PAGES": "64",
+    "KVRELAY_DECODE_POOL_PAGES": "64",
+}
 OPTIONS = ["--model", str(FOLDER), "--ring-size", "1", "--listen", "127.0.0.1:0"]
 
 

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
+import warm_start
 from handoff_lab import Reader, reader
 from kvrelay.index.server import EmbeddedServer
+
+
+def pytest_configure() -> None:
+    warm_start.begin()
 
 
 @pytest.fixture(params=["embedded", "redis-server"])

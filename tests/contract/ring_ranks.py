@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
 import numpy as np
@@ -220,7 +221,10 @@ def alone(case: Case) -> Outcome:
 def launch(cases: list[Case], ring_size: int, *, device_type: str = "cpu") -> list[list[Outcome]]:
     """Compute all cases with one ring of processes, one GPU each if asked; returns, per case, what each rank saw."""
     store = serve_store(ring_size=ring_size, timeout_s=60.0)
-    context = multiprocessing.get_context("spawn")
+    context: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
+    if device_type == "cpu":  # forks of a process that has loaded what ranks need
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed", "kvrelay.prefill_node.leader"])
     results = context.SimpleQueue()
     others = [
         context.Process(target=_rank_main, args=(rank, ring_size, device_type, store.port, cases, results))

@@ -31,6 +31,7 @@ from contract.prefill_requests import (
 from kvrelay.index.server import EmbeddedServer
 from kvrelay.proto.v1 import blocks_pb2
 from oracle_data import FOLDER
+from warm_start import children
 
 pytestmark = NEEDS_RECORDING
 
@@ -39,7 +40,7 @@ pytestmark = NEEDS_RECORDING
 async def test_a_ring_that_loses_a_rank_leaves_as_a_whole(index: EmbeddedServer, how: str) -> None:
     options = ("--group-timeout-s", "3")
     with prefill_node(FOLDER / MODEL, *options, ring_size=3, index_url=index.url, name=f"ring-{how}") as started:
-        ranks = psutil.Process(started.process.pid).children()
+        ranks = children(psutil.Process(started.process.pid))
         assert len(ranks) == 2
         victim = ranks[1]
         try:
@@ -67,7 +68,7 @@ async def test_a_node_whose_step_does_not_move_is_not_serving_until_it_does(inde
                 while (await health.Check(health_pb2.HealthCheckRequest())).status != status:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
 
-        (rank,) = psutil.Process(started.process.pid).children()
+        (rank,) = children(psutil.Process(started.process.pid))
         rank.suspend()
         call = asyncio.create_task(events_of(client.prefill(a_ref(), some_prompt(300))))
         await becomes(health_pb2.HealthCheckResponse.NOT_SERVING, within_s=30)

@@ -13,6 +13,7 @@ from typing import cast
 
 import pytest
 
+import warm_start
 from faults.lab import sabotages
 from faults.lab.fleet import Fleet, LabKeeper
 from faults.lab.workload import SPEC
@@ -27,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sabotage(name): the breakage that this test must notice")
+    warm_start.begin()
 
 
 def pytest_report_header() -> str:

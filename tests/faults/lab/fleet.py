@@ -22,6 +22,7 @@ from kvrelay.bench import local_cluster
 from kvrelay.bench.local_cluster import LocalCluster
 from kvrelay.proto.v1 import fleet_pb2
 from repo import child_path
+from warm_start import command_line
 
 LEASE_S = 2.0
 FENCE_TIMEOUT_S = 3.0
@@ -127,7 +128,7 @@ def running(spec: Spec) -> Iterator[Fleet]:
 
 def like(process: psutil.Process, **changed: str) -> subprocess.Popen[bytes]:
     """Start a process of the lab as another one was started, with other values for some options."""
-    words, environ = process.cmdline(), process.environ()
+    words, environ = command_line(process), process.environ()
     words[words.index("faults.lab.node_main") + 1] = str(psutil.Process().pid)
     for option, value in changed.items():
         words[words.index(f"--{option}") + 1] = value
