@@ -117,5 +117,5 @@ def test_the_other_role_has_the_same_common_settings(monkeypatch: pytest.MonkeyP
 def test_a_wrong_variable_of_the_other_role_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_PREFILL_MAX_QUEUED_REQUESTS", "none")
     decode = load(DecodeSettings, ["--model", "/m"], prog="decode")
-    with pytest.raises(SettingsError, match="max_queued_requests"):
+    with pytest.raises(SettingsError, match="KVRELAY_PREFILL_MAX_QUEUED_REQUESTS: 'none' is not a whole number"):
         in_other_role(PrefillSettings, decode, ring_size=1)

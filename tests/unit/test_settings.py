@@ -40,19 +40,45 @@ def test_an_unknown_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        ((), "model is required"),
-        (("--model", "m", "--lease-s", "0"), "lease_s"),
-        (("--model", "m", "--max-request-s", "4294968"), "max_request_s: .*less than or equal to 4294967"),
-        (("--model", "m", "--lease-s", "1e9"), "lease_s: .*less than or equal to 4294967"),
-        (("--model", "m", "--listen", "nowhere"), "nowhere"),
-        (("--model", "m", "--block-tokens", "100"), "block_tokens"),
-        (("--model", "m", "--pool-pages", "5", "--pool-mib", "7"), "pool_pages=5 and pool_mib=7"),
+        ((), "--model is required .KVRELAY_TESTNODE_MODEL sets it too."),
+        (
+            ("--model", "m", "--lease-s", "0"),
+            "--lease-s: '0' is not a number of at least 0.5 and of at most 4294967",
+        ),
+        (("--model", "m", "--max-request-s", "4294968"), "--max-request-s: '4294968' is not .* of at most 4294967"),
+        (("--model", "m", "--lease-s", "1e9"), "--lease-s: .* of at most 4294967"),
+        (("--model", "m", "--listen", "nowhere"), "--listen: 'nowhere' is not host:port"),
+        (("--model", "m", "--metrics-listen", "9400"), "--metrics-listen: '9400' is not host:port"),
+        (("--model", "m", "--log-level", "loud"), "--log-level: 'loud' is not one of debug, info, warning, error"),
+        (("--model", "m", "--pool-pages=abc"), "--pool-pages: 'abc' is not a whole number of at least 0 .latent pages"),
+        (("--model", "m", "--block-tokens", "100"), "--block-tokens: '100' is not .* and that is a multiple of 64"),
+        (("--model", "m", "--pool-pages", "5", "--pool-mib", "7"), "--pool-pages=5 and --pool-mib=7"),
         (("--model", "m", "--no-such-option", "5"), "--no-such-option"),
     ],
 )
 def test_wrong_options_are_one_clear_error(argv: tuple[str, ...], text: str) -> None:
     with pytest.raises(SettingsError, match=text):
         _load(*argv)
+
+
+def test_a_wrong_variable_is_named_unless_an_option_goes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_TESTNODE_POOL_PAGES", "abc")
+    monkeypatch.setenv("kvrelay_testnode_pool_mib", "7")
+
+    with pytest.raises(SettingsError, match="KVRELAY_TESTNODE_POOL_PAGES: 'abc' is not a whole number of at least 0"):
+        _load("--model", "m")
+    with pytest.raises(SettingsError, match="--pool-pages: '-1' is not a whole number of at least 0"):
+        _load("--model", "m", "--pool-pages", "-1")
+    with pytest.raises(SettingsError, match="kvrelay testnode: --pool-pages=5 and kvrelay_testnode_pool_mib=7 are"):
+        _load("--model", "m", "--pool-pages", "5")
+
+
+def test_what_is_wrong_with_a_switch_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_TESTNODE_DIRECT_WRITES", "maybe")
+
+    with pytest.raises(SettingsError, match="KVRELAY_TESTNODE_DIRECT_WRITES: 'maybe' is not true or false"):
+        _load("--model", "m")
+    assert not _load("--model", "m", "--no-direct-writes").direct_writes
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,33 @@ def test_a_ring_size_is_a_list_of_whole_numbers(text: str, capsys: pytest.Captur
     assert "is not a whole number of at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("KVRELAY_ROUTER_MAX_RETRIES", "11", "a whole number of at least 0 and of at most 10"),
+        ("KVRELAY_PREFILL_POOL_PAGES", "abc", "a whole number of at least 0"),
+        ("KVRELAY_DECODE_LOG_LEVEL", "loud", "one of debug, info, warning, error"),
+    ],
+)
+def test_a_wrong_variable_of_a_role_is_refused_before_anything_starts(
+    name: str, value: str, allowed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+
+    assert main(["up", "--model", "nowhere"]) == 1
+
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{name}: {value!r} is not {allowed} (" in line
+
+
+def test_a_ring_of_more_ranks_than_there_can_be_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["up", "--model", "nowhere", "--ring-size", "1,65"]) == 1
+
+    assert "--ring-size: '65' is not a whole number of at least 1 and of at most 64" in capsys.readouterr().err
+
+
 def test_every_process_has_its_own_name_and_log() -> None:
     commands = commands_of(
         a_plan("--ring-size", "1,3", "--decode", "2"), index_url="redis://h:1", num_cores=2, run_folder=Path("logs")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, cycle, islice
 from pathlib import Path
 
-from kvrelay.cli import fit
+from kvrelay.cli import fit, role_settings
 from kvrelay.cli.children import Command
 from kvrelay.cli.index_keeper import IndexKeeper
 from kvrelay.cli.readiness import wait_until_serving
@@ -53,6 +53,7 @@ class UpPlan:
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; return 0 after a drain, 1 when the cluster cannot go on."""
     plan = plan_of(options)
+    role_settings.check(commands_of(plan, index_url=plan.index, num_cores=1, run_folder=Path()))
     _refuse_taken_address(plan.listen)
     num_gpus = fit.check(plan.model, dtype=plan.dtype, num_processes=plan.num_computing)
     return asyncio.run(_serve(plan, Path(tempfile.mkdtemp(prefix="kvrelay-")), num_gpus))

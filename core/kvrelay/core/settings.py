@@ -11,15 +11,15 @@ from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
 
+from kvrelay.core.address import is_address
 from kvrelay.core.clock import MAX_TIME_LIMIT_S
 from kvrelay.core.errors import SettingsError
 from kvrelay.core.logs import LogFormat
+from kvrelay.core.wrong_setting import Source, describe
 
-_ADDRESS = r"^.+:\d{1,5}$"
 LogLevel = Literal["debug", "info", "warning", "error"]
 S = TypeVar("S", bound="CommonSettings")
 N = TypeVar("N", bound="NodeSettings")
@@ -45,7 +45,7 @@ class CommonSettings(BaseSettings):
         "default", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="fleet name; keys in the index carry it"
     )
     name: str = Field("", description="stable over restarts; {host} = host name; empty = role-host-random")
-    listen: str = Field("127.0.0.1:0", pattern=_ADDRESS, description="host:port to serve gRPC on; port 0 = any free")
+    listen: str = Field("127.0.0.1:0", description="host:port to serve gRPC on; port 0 = any free")
     advertise: str = Field("", description="host:port told to the others; empty = the bound or this host's address")
     index_url: str = Field("redis://127.0.0.1:6379/0", description="Redis-protocol server of the index and registry")
     log_level: LogLevel = Field("info", description="debug, info, warning or error")
@@ -70,6 +70,13 @@ class CommonSettings(BaseSettings):
     lame_duck_s: float = Field(
         1.0, ge=0, description="when asked to stop: time between saying so to the others and refusing new work"
     )
+
+    @field_validator("listen", "advertise", "metrics_listen")
+    @classmethod
+    def _is_an_address(cls, text: str, info: ValidationInfo) -> str:
+        if not is_address(text) and (text or info.field_name == "listen"):
+            raise ValueError("host:port")
+        return text
 
     @property
     def max_message_bytes(self) -> int:
@@ -125,7 +132,8 @@ def load(cls: type[S], argv: list[str], *, prog: str, environ: Mapping[str, str]
     Raises:
         SettingsError: an option or variable is unknown, missing or wrong; the text names it and the limit.
     """
-    _refuse_unknown_variables(cls, os.environ if environ is None else environ)
+    environ = os.environ if environ is None else environ
+    _refuse_unknown_variables(cls, environ)
     parser = _Parser(
         prog=prog, description=cls.__doc__, formatter_class=ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
@@ -133,7 +141,7 @@ def load(cls: type[S], argv: list[str], *, prog: str, environ: Mapping[str, str]
         source: CliSettingsSource[Any] = CliSettingsSource(cls, root_parser=parser, cli_prog_name=prog)
         return CliApp.run(cls, cli_args=argv, cli_settings_source=source)
     except ValidationError as err:
-        raise SettingsError(f"{prog}: " + "; ".join(map(_describe, err.errors()))) from err
+        raise SettingsError(f"{prog}: {describe(err, cls.model_fields, Source(_prefix(cls), environ, argv))}") from err
 
 
 def in_other_role(cls: type[N], settings: NodeSettings, **fixed: Any) -> N:
@@ -148,14 +156,11 @@ def in_other_role(cls: type[N], settings: NodeSettings, **fixed: Any) -> N:
     try:
         return cls(**common | fixed)
     except ValidationError as err:
-        raise SettingsError(f"{cls.__name__}: " + "; ".join(map(_describe, err.errors()))) from err
+        raise SettingsError(describe(err, cls.model_fields, Source(_prefix(cls), os.environ))) from err
 
 
-def _describe(problem: ErrorDetails) -> str:
-    where = ".".join(map(str, problem["loc"])) or "settings"
-    if problem["type"] == "missing":
-        return f"{where} is required"
-    return f"{where}: {problem['msg']} (got {problem['input']!r})"
+def _prefix(cls: type[CommonSettings]) -> str:
+    return cls.model_config.get("env_prefix", "")
 
 
 class _Parser(ArgumentParser):
@@ -167,7 +172,7 @@ class _Parser(ArgumentParser):
 
 def _refuse_unknown_variables(cls: type[CommonSettings], environ: Mapping[str, str]) -> None:
     # pydantic-settings ignores an unknown top-level variable, so a misspelt one would silently do nothing.
-    prefix = cls.model_config.get("env_prefix", "")
+    prefix = _prefix(cls)
     known = {prefix + name.upper() for name in cls.model_fields}
     for name in environ:
         if name.startswith(prefix) and name.split("__", 1)[0] not in known:

@@ -188,7 +188,7 @@ async def test_a_bug_in_a_step_is_told_to_the_request_and_ends_the_process(prefi
     ("options", "text"),
     [
         (("--model", "/no/such/folder"), "/no/such/folder"),
-        pytest.param((), "model is required", marks=pytest.mark.full),
+        pytest.param((), "--model is required", marks=pytest.mark.full),
         pytest.param(("--model", "m", "--no-such-option", "1"), "--no-such-option", marks=pytest.mark.full),
     ],
 )

@@ -1,0 +1,27 @@
+"""Whether roles would take their options and the environment, asked before any of them is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kvrelay.cli.children import Command
+from kvrelay.core.settings import CommonSettings, load
+from kvrelay.decode_node.settings import DecodeSettings
+from kvrelay.prefill_node.settings import PrefillSettings
+from kvrelay.router.settings import RouterSettings
+
+_SETTINGS: Mapping[str, type[CommonSettings]] = {
+    "router": RouterSettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+}
+
+
+def check(commands: Iterable[Command]) -> None:
+    """Read the settings that each process would read.
+
+    Raises:
+        SettingsError: one of them would refuse an option or a variable; names it, the value and what is allowed.
+    """
+    for command in commands:
+        load(_SETTINGS[command.role], command.options, prog=f"kvrelay {command.role}")
