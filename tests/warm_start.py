@@ -33,7 +33,6 @@ PROGRAMS = frozenset(
     {
         "kvrelay.cli.main",
         "kvrelay.cli.child",
-        "kvrelay.cli.fit",
         "kvrelay.prefill_node.ring_process",
         "faults.lab.node_main",
         "faults.lab.up_main",

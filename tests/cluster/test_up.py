@@ -161,6 +161,28 @@ def test_an_unknown_setting_in_the_environment_is_named() -> None:
     assert "KVRELAY_DECODE_POOL_PAGE" in done.stderr
 
 
+def test_nothing_runs_when_up_has_given_up() -> None:
+    mark = f"TEST_MARK={os.urandom(8).hex()}"
+    options = ["--model", str(FOLDER), "--ring-size", "2", "--listen", "127.0.0.1:0"]
+    environ = {**os.environ, **SMALL, "KVRELAY_DECODE_DEVICE": "cuda:63", "TEST_MARK": mark.partition("=")[2]}
+    command = [sys.executable, "-m", "kvrelay.cli.main", "up", *options]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=environ)
+    left = [one.cmdline() for one in psutil.process_iter() if mark in raw_environ(one)]
+
+    assert left == []
+    assert done.returncode == 1
+    assert "cuda:63" in done.stderr
+
+
+def raw_environ(process: psutil.Process) -> str:
+    """Return a process's variables; nothing of one that has ended."""
+    try:
+        return Path(f"/proc/{process.pid}/environ").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def test_a_port_in_use_is_one_clear_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

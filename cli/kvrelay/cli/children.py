@@ -1,4 +1,7 @@
-"""One child process of `up`: how it starts, says that it is ready, is stopped, and what it said last."""
+"""One child process of `up`: how it starts, says that it is ready, is stopped, and what it said last.
+
+A child leads a process group of its own, to which all belong that it starts: they end with it.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,17 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
+from kvrelay.core.clock import Deadline
+
 _TAIL_BYTES = 8192
+_POLL_S = 0.01
 
 
 @dataclass(slots=True)
@@ -43,12 +52,45 @@ class Child:
         if self.alive:
             self.process.send_signal(number)
 
+    def kill(self) -> None:
+        """End the process at once, and all that it has started."""
+        if self.alive:
+            self.send(signal.SIGKILL)
+            _kill_group(self.process.pid)
+
     async def wait(self) -> int:
-        """Return the exit status once the process has ended; a future that waits for `ready` is then cancelled."""
+        """Return the exit status once the process has ended.
+
+        What it has started ends too, and a future that waits for `ready` is cancelled.
+        """
         status = await self.process.wait()
+        _kill_group(self.process.pid)
         if not self.ready.done():
             self.ready.cancel()
         return status
+
+
+async def all_gone(children: Iterable[Child], *, within_s: float) -> None:
+    """Wait until killed children and all that they had started have ended."""
+    until = Deadline.after(within_s)
+    groups = {child.process.pid for child in children}
+    while groups & _running_groups() and not until.passed():  # noqa: ASYNC110 - the kernel is asked, it does not call
+        await asyncio.sleep(_POLL_S)
+
+
+def _kill_group(leader_pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(leader_pid, signal.SIGKILL)
+
+
+def _running_groups() -> set[int]:
+    """Return the process groups of which a process runs; one that has ended may wait long for whoever is to reap it."""
+    found = set()
+    for process in psutil.process_iter(["status"]):
+        if process.info["status"] != psutil.STATUS_ZOMBIE:
+            with suppress(ProcessLookupError):
+                found.add(os.getpgid(process.pid))
+    return found
 
 
 async def start(command: Command) -> tuple[Child, asyncio.Task[None]]:

@@ -6,11 +6,12 @@ import asyncio
 import signal
 from collections.abc import Callable, Sequence
 
-from kvrelay.cli.children import Child, Command, RestartBudget, last_lines, start
+from kvrelay.cli.children import Child, Command, RestartBudget, all_gone, last_lines, start
 from kvrelay.core.clock import monotonic
 from kvrelay.core.errors import UnavailableError
 
 DRAIN_S = 30.0  # then the rest is killed
+KILL_S = 5.0  # within which it has ended, unless the kernel keeps it
 SHOWN_LINES = 12
 
 
@@ -67,11 +68,14 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._keepers, *self._readers, return_exceptions=True)
 
-    def kill_all(self) -> None:
-        """End everything at once."""
+    async def kill_all(self) -> None:
+        """End everything at once; return when nothing of it runs."""
         self._stopping = True
         for child in self._children.values():
-            child.send(signal.SIGKILL)
+            child.kill()
+        for child in self._children.values():
+            await child.wait()
+        await all_gone(self._children.values(), within_s=KILL_S)
 
     async def _launch(self, command: Command) -> Child:
         child, reader = await start(command)
@@ -139,6 +143,6 @@ class Supervisor:
         for child in ending:
             if child.alive:
                 self._say(f"{child.command.name} did not end within {DRAIN_S:.0f} s and is killed")
-                child.send(signal.SIGKILL)
+                child.kill()
         if late:
             await asyncio.wait(late)

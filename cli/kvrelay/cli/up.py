@@ -144,7 +144,7 @@ async def _serve(plan: UpPlan, run_folder: Path, num_gpus: int) -> int:
         say("stopped")
         return 0
     finally:
-        supervisor.kill_all()
+        await supervisor.kill_all()
         await index.stop()
 
 
