@@ -90,6 +90,10 @@ class PlayedDecode(Played, WithoutHandoffs):
     admit_after_s: float = 0.0
     step_s: float = 0.0
     reserved: list[decode_pb2.ReserveRequest] = field(default_factory=list)
+    kept_from: dict[str, int] = field(default_factory=dict)  # pages, by a writer's name
+
+    async def FenceWriter(self, request: Any, context: Any) -> decode_pb2.FenceWriterReply:
+        return decode_pb2.FenceWriterReply(pages=self.kept_from.get(request.writer.name, 0))
 
     async def Reserve(self, request: Any, context: Any) -> decode_pb2.ReserveReply:
         self.reserved.append(request)

@@ -41,6 +41,57 @@ async def test_a_drained_node_gets_nothing_any_more(index: EmbeddedServer, model
     assert (code, "no prefill node" in text) == (grpc.StatusCode.UNAVAILABLE, True)
 
 
+@pytest.mark.parametrize(
+    ("name", "next_role", "missing"),
+    [
+        ("decode", fleet_pb2.NODE_ROLE_UNSPECIFIED, "no decode node takes requests"),
+        ("decode", fleet_pb2.NODE_ROLE_PREFILL, "no decode node takes requests"),
+        ("prefill", fleet_pb2.NODE_ROLE_DECODE, "no prefill node takes requests"),
+        ("spare", fleet_pb2.NODE_ROLE_DECODE, ""),
+    ],
+)
+async def test_who_drains_or_moves_a_node_is_told_what_the_fleet_then_lacks(
+    index: EmbeddedServer, model: Path, name: str, next_role: fleet_pb2.NodeRole.ValueType, missing: str
+) -> None:
+    async with playing(index, model) as stage:
+        if name == "spare":
+            spare = _record(name, fleet_pb2.NODE_ROLE_PREFILL, stage.records[0].endpoint)
+            await stage.registry.register(spare, ttl_s=60)
+            await until(lambda: len(stage.router.fleet.nodes()) == 3)
+        reply = await stage.fleet.DrainNode(fleet_pb2.DrainNodeRequest(name=name, next_role=next_role))
+
+    assert reply.missing == missing
+
+
+async def test_the_command_line_says_so_too(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model) as stage:
+        words = [sys.executable, "-m", "kvrelay.cli.main", "role", "decode", "prefill", "--endpoint", stage.endpoint]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*words, stdout=pipe, stderr=pipe)
+        out, err = await process.communicate()
+
+    assert process.returncode == 0
+    assert out == b"decode is draining to become a prefill node, 7 requests to finish\n"
+    assert err == b"no decode node takes requests then: they end as UNAVAILABLE until that changes\n"
+
+
+async def test_only_a_name_that_is_or_was_a_nodes_can_be_fenced(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model) as stage:
+        running = await stage.fleet.FenceNode(fleet_pb2.FenceNodeRequest(name="prefill"))
+        with pytest.raises(aio.AioRpcError) as unknown:
+            await stage.fleet.FenceNode(fleet_pb2.FenceNodeRequest(name="prefil"))
+        await stage.registry.withdraw(convert.incarnation_from_pb(stage.records[0].node))
+        await until(lambda: len(stage.router.fleet.nodes()) == 1)
+        gone = await stage.fleet.FenceNode(fleet_pb2.FenceNodeRequest(name="prefill"))
+        stage.decode.kept_from["elder"] = 3  # from a time before this router's
+        kept = await stage.fleet.FenceNode(fleet_pb2.FenceNodeRequest(name="elder"))
+
+    assert unknown.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (unknown.value.details() or "").endswith("known: decode, prefill")
+    assert [list(reply.told) for reply in (running, gone, kept)] == [["decode"]] * 3
+    assert kept.pages == 3
+
+
 async def test_a_node_that_could_not_be_told_to_drain_goes_on_to_serve(index: EmbeddedServer, model: Path) -> None:
     async with playing(index, model) as stage:
         await stage.registry.register(_record("deaf", fleet_pb2.NODE_ROLE_DECODE, "127.0.0.1:1"), ttl_s=60)

@@ -51,9 +51,13 @@ def test_pages_kept_from_a_writer_come_back_on_an_operators_word_and_never_while
     fleet.make_whole(90)
 
 
-def test_a_name_that_nobody_knows_fences_nothing_and_an_empty_one_is_refused(fleet: Fleet) -> None:
-    said = fence(fleet, "no-such-node")
+def test_a_name_that_nobody_knows_and_an_empty_one_are_refused(fleet: Fleet) -> None:
+    said = fence(fleet, "prefill-0")
     assert said.returncode == 0
     assert "decode-0, decode-1, prefill-0, prefill-1: 0 pages" in said.stdout  # all that others may write into
+    said = fence(fleet, "no-such-node")
+    assert (said.returncode, said.stdout) == (1, "")
+    assert "no node has the name 'no-such-node'" in said.stderr
+    assert "known: decode-0, decode-1, prefill-0, prefill-1" in said.stderr
     assert fence(fleet, "").returncode == 1
     assert fence(fleet, "prefill-0", "--start-id", "zz").returncode == 2

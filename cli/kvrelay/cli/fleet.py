@@ -54,6 +54,8 @@ def _drain(options: argparse.Namespace, request: fleet_pb2.DrainNodeRequest, wha
     except grpc.RpcError as err:
         return _failed(err)
     print(f"{options.node} {what}, {reply.active_requests} requests to finish")
+    if reply.missing:
+        print(f"{reply.missing} then: they end as UNAVAILABLE until that changes", file=sys.stderr)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -25,6 +26,7 @@ from kvrelay.router.usual import NO_LINKS, UsualLinks, with_usual_costs
 
 log = logging.getLogger(__name__)
 
+_MOST_LEFT = 4096
 ROLE_TO_PB = {Role.PREFILL: fleet_pb2.NODE_ROLE_PREFILL, Role.DECODE: fleet_pb2.NODE_ROLE_DECODE}
 _ROLES = {number: role for role, number in ROLE_TO_PB.items()}
 
@@ -122,6 +124,7 @@ class FleetView:
         self._records: list[fleet_pb2.NodeRecord] = []
         self._nodes: dict[Incarnation, NodeView] = {}
         self._told_to_leave: set[Incarnation] = set()
+        self._left: OrderedDict[str, None] = OrderedDict()  # names, the last ones that left
         self._aside_until_s: dict[Incarnation, float] = {}
         self._usable: tuple[NodeView, ...] | None = None  # what `nodes` returns, until ...
         self._usable_until_s = 0.0  # ... a node is not aside any more
@@ -173,6 +176,10 @@ class FleetView:
     def find(self, name: str) -> NodeView | None:
         """Return the newest life of a node."""
         return next((node for node in self._nodes.values() if node.incarnation.name == name), None)
+
+    def has_left(self, name: str) -> bool:
+        """Return whether a node of this name was here and left; long ago, it may be forgotten."""
+        return name in self._left
 
     def prefill(self, node: Node) -> prefill_pb2_grpc.PrefillNodeAsyncStub:
         return prefill_pb2_grpc.PrefillNodeStub(self._channel(node.endpoint))
@@ -245,6 +252,10 @@ class FleetView:
             log.info("node %s joined: %s, ring of %d", name, nodes[name].role.value, nodes[name].ring_size)
         for name in self._nodes.keys() - nodes.keys():
             log.info("node %s left", name)
+            self._left[name.name] = None
+            self._left.move_to_end(name.name)
+            if len(self._left) > _MOST_LEFT:
+                self._left.popitem(last=False)
 
     async def _keep_refreshing(self) -> None:
         while True:

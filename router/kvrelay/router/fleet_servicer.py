@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,8 @@ from kvrelay.core.types import Role
 from kvrelay.proto import convert
 from kvrelay.proto.v1 import common_pb2, decode_pb2, fleet_pb2, fleet_pb2_grpc
 from kvrelay.router.decisions import Decision, DecisionLog, decision_to_pb
-from kvrelay.router.fleet import ROLE_TO_PB, FleetView, view_of
+from kvrelay.router.fleet import ROLE_TO_PB, FleetView, NodeView, view_of
+from kvrelay.router.placement import missing_for_service
 
 _DRAIN_TIMEOUT_S = 5.0
 _FENCE_TIMEOUT_S = 5.0
@@ -57,7 +59,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.DrainNodeRequest, context: aio.ServicerContext[Any, Any]
     ) -> fleet_pb2.DrainNodeReply:
         async with grpc_status(context):
-            return fleet_pb2.DrainNodeReply(active_requests=await self._drain(request))
+            return await self._drain(request)
 
     async def Explain(
         self, request: fleet_pb2.ExplainRequest, context: aio.ServicerContext[Any, Any]
@@ -89,7 +91,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         """Tell every node that others write into, draining ones too: decode nodes, and prefill nodes that pull.
 
         Raises:
-            InvalidRequestError: no name, or the life that is meant is registered.
+            InvalidRequestError: no name, or one that nobody knows, or the life that is meant is registered.
         """
         if not request.name:
             raise InvalidRequestError("the name of the node to fence is empty")
@@ -112,10 +114,19 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
             else:
                 reply.told.append(node.incarnation.name)
                 reply.pages += answer.pages
+        is_known = alive is not None or self._fleet.has_left(request.name) or reply.pages
+        if not is_known and not reply.unreached and self._fleet.registry_reachable:
+            raise InvalidRequestError(
+                f"no node has the name {request.name!r} or had it since this router started, and none keeps pages from "
+                f"such a one; known: {self._known()}"
+            )
         return reply
 
-    async def _drain(self, request: fleet_pb2.DrainNodeRequest) -> int:
-        """Tell the node to drain; return how many requests it has.
+    def _known(self) -> str:
+        return ", ".join(sorted(record.node.name for record in self._fleet.records())) or "none"
+
+    async def _drain(self, request: fleet_pb2.DrainNodeRequest) -> fleet_pb2.DrainNodeReply:
+        """Tell the node to drain; return how many requests it has, and what the fleet lacks without it.
 
         Raises:
             InvalidRequestError: there is no such node or role, or it has that role already.
@@ -123,8 +134,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         """
         name, node = request.name, self._fleet.find(request.name)
         if node is None:
-            known = ", ".join(sorted(record.node.name for record in self._fleet.records())) or "none"
-            raise InvalidRequestError(f"no node has the name {name!r}; known: {known}")
+            raise InvalidRequestError(f"no node has the name {name!r}; known: {self._known()}")
         roles = list(ROLE_TO_PB.values())
         if request.next_role and request.next_role not in roles:
             raise InvalidRequestError(f"next_role is {request.next_role}; it must be one of {roles}")
@@ -140,4 +150,14 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
             raise from_rpc_error(err, peer=name) from err
         if not request.next_role:  # a node that changes its role says so itself, when it is sure that it can
             self._fleet.mark_draining(node.incarnation)
-        return reply.active_requests
+        return fleet_pb2.DrainNodeReply(
+            active_requests=reply.active_requests, missing=self._missing_without(node, switches=bool(request.next_role))
+        )
+
+    def _missing_without(self, node: NodeView, *, switches: bool) -> str:
+        """Return what the fleet lacks to serve anything once a node has left or switched roles; empty = nothing."""
+        stay = [other for other in self._fleet.nodes() if other.incarnation != node.incarnation]
+        if switches:
+            [other_role] = set(Role) - {node.role}
+            stay.append(replace(node, role=other_role))
+        return missing_for_service(stay) or ""

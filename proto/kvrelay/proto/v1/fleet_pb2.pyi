@@ -514,15 +514,19 @@ class DrainNodeReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ACTIVE_REQUESTS_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
     active_requests: _builtins.int
+    missing: _builtins.str
+    """What the fleet then lacks to serve anything, in words; empty = nothing. Requests end as UNAVAILABLE meanwhile."""
     def __init__(
         self,
         *,
         active_requests: _builtins.int = ...,
+        missing: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "missing", b"missing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -535,7 +539,9 @@ class FenceNodeRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     START_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The node that is dead, by name. A life of it that is registered now is alive, and never fenced."""
+    """The node that is dead, by name. A life of it that is registered now is alive, and never fenced. INVALID_ARGUMENT
+    when this router has not seen the name since it started, and no node keeps pages from it.
+    """
     start_id: _builtins.int
     """Fence only this life of it; unset or 0 = every life but a registered one."""
     def __init__(
