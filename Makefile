@@ -21,18 +21,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python -m kvrelay.cli.demo
 
-# Unit tests start no cluster, so two of them run side by side; then the contract tests beside all that need clusters,
-# both of which wait more than they compute. Every part runs whatever fails, and has a closing line of its own.
+# Unit tests start no cluster, so two of them run side by side; all others have the machine for themselves. Both parts
+# run whatever fails, and each has a closing line of its own.
 WORKERS ?= 2
 DEFAULT_TESTS = -m "not full and not gpu and not compose" --durations=25
 test: install
-	@failed=0; contract=; contract_log=$$(mktemp); \
-	trap 'rm -f "$$contract_log"; test -z "$$contract" || kill "$$contract" 2>/dev/null' EXIT; trap 'exit 130' INT TERM; \
+	@failed=0; \
 	$(PYTEST) $(DEFAULT_TESTS) -n $(WORKERS) --dist loadfile tests/unit || failed=1; \
-	$(PYTEST) $(DEFAULT_TESTS) tests/contract >"$$contract_log" 2>&1 & contract=$$!; \
-	$(PYTEST) $(DEFAULT_TESTS) --ignore=tests/unit --ignore=tests/contract || failed=1; \
-	wait $$contract || failed=1; contract=; \
-	cat "$$contract_log"; \
+	$(PYTEST) $(DEFAULT_TESTS) --ignore=tests/unit || failed=1; \
 	exit $$failed
 
 test-full: install

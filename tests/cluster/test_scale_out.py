@@ -30,7 +30,7 @@ AT_LEAST = 2.2
 
 
 def test_a_floor_under_steps_is_refused_outside_of_tests() -> None:
-    with pytest.raises(SettingsError, match="step_floor_ms is for tests"):
+    with pytest.raises(SettingsError, match="--step-floor-ms is for tests"):
         load_settings(DecodeSettings, ["--model", "m", "--step-floor-ms", "5"], prog="decode", environ={})
 
 
