@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from pathlib import Path
 
@@ -112,6 +113,22 @@ def test_names_differ_between_clusters_that_share_an_index() -> None:
     commands = commands_of(a_plan("--index", "redis://h:1"), index_url="redis://h:1", num_cores=2, run_folder=Path())
 
     assert all(socket.gethostname() in command.name for command in commands)
+
+
+@pytest.mark.parametrize("who", ["", "me:secret@"])
+def test_an_index_server_that_is_down_is_named_before_anything_starts(
+    who: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:  # bound and not listening: a port that refuses
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+
+        assert main(["up", "--index", f"redis://{who}{address}/3", "--listen", "127.0.0.1:0"]) == 1
+
+    *said, error = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert error.startswith(f"kvrelay: error: redis://{address}/3 does not answer: index server: ")
+    assert f"Error {errno.ECONNREFUSED}" in error
 
 
 def test_a_port_in_use_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:

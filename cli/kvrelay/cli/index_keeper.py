@@ -9,10 +9,11 @@ from kvrelay.core.errors import ServeError
 from kvrelay.index.server import EmbeddedServer
 
 _POLL_S = 0.5
+_ANSWER_S = 5.0
 
 
 class IndexKeeper:
-    """Starts the embedded server and restarts it when it dies; with a redis:// address it does nothing."""
+    """Starts the embedded server and restarts it when it dies; of somebody else's it only asks whether it answers."""
 
     def __init__(self, index: str, say: Callable[[str], None]) -> None:
         self.url = index
@@ -21,9 +22,16 @@ class IndexKeeper:
         self._server: EmbeddedServer | None = None
         self._keeper: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Return when the server answers; `url` is its address from then on."""
+    async def start(self) -> None:
+        """Return when the server answers; `url` is its address from then on.
+
+        Raises:
+            SettingsError, UnavailableError: it cannot be started, or does not answer; names it.
+        """
         if not self._embedded:
+            from kvrelay.index.client import ping  # noqa: PLC0415 - its library is large, and not needed otherwise
+
+            await ping(self.url, timeout_s=_ANSWER_S)
             return
         self._server = EmbeddedServer.start()  # in this thread: the server ends with the one that started it
         self.url = self._server.url

@@ -130,7 +130,7 @@ async def _serve(plan: UpPlan, run_folder: Path, num_gpus: int) -> int:
     index = IndexKeeper(plan.index, say)
     supervisor = Supervisor(say)
     try:
-        index.start()
+        await index.start()
         commands = commands_of(plan, index_url=index.url, num_cores=num_cores, run_folder=run_folder, num_gpus=num_gpus)
         work = asyncio.create_task(_run(plan, supervisor, commands, say))
         asked = asyncio.create_task(stop.wait())

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 from redis import exceptions
 from redis.asyncio import Redis
@@ -106,6 +107,28 @@ async def ask(command: Awaitable[Any]) -> Any:
         if task.cancelling() > cancels:  # the client library swallows some cancellations
             raise asyncio.CancelledError
     return answer
+
+
+async def ping(url: str, *, timeout_s: float) -> None:
+    """Return when the server answers.
+
+    Raises:
+        SettingsError: the URL is not one of a Redis-protocol server.
+        UnavailableError: it does not answer, or refuses; names its address and the reason.
+    """
+    redis = connect(url, timeout_s=timeout_s)
+    try:
+        await ask(redis.ping())
+    except UnavailableError as err:
+        raise UnavailableError(f"{without_password(url)} does not answer: {err}") from err
+    finally:
+        await redis.aclose()
+
+
+def without_password(url: str) -> str:
+    """Return a server's address as it may be shown."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
 
 
 def holder_id(node: Incarnation, role: Role, tier: Tier = Tier.DEVICE) -> bytes:
