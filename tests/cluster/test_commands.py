@@ -25,6 +25,15 @@ def cli(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=100)
 
 
+def test_short_prompts_go_to_the_ring_of_one_and_long_ones_to_the_largest(cluster: Cluster) -> None:
+    # The first test here: what others make the nodes measure on a busy machine may speak for either.
+    short = cluster.generate("hello", max_tokens=2)
+    long = cluster.generate([5] * 1900, max_tokens=2)
+
+    assert short.finished.nodes.ring_size == 1
+    assert long.finished.nodes.ring_size == 2
+
+
 def test_json_events_tell_the_whole_request(cluster: Cluster) -> None:
     done = cli("generate", TEXT, "--endpoint", cluster.endpoint, "--max-tokens", "12", "--ignore-eos", "--json")
 
@@ -140,15 +149,6 @@ def test_model_info_states_the_limits(cluster: Cluster) -> None:
     assert info.max_message_bytes == 32 << 20
     assert info.has_tokenizer
     assert info.vocab_size > 0
-
-
-def test_short_prompts_go_to_the_ring_of_one_and_long_ones_to_the_largest(cluster: Cluster) -> None:
-    # A node that is still at work on what a test before left may rightly be passed over once.
-    short = [cluster.generate("hello", max_tokens=2).finished.nodes.ring_size for _ in range(3)]
-    long = [cluster.generate([at + 5] * 1900, max_tokens=2).finished.nodes.ring_size for at in range(2)]
-
-    assert short.count(1) >= 2
-    assert long == [2, 2]
 
 
 def test_nodes_lists_what_runs_where(cluster: Cluster) -> None:
