@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 
 class Role(Enum):
@@ -23,9 +24,11 @@ class Tier(Enum):
 LOAD_START_S = 0.002  # of a load from host memory, whatever its size: told with one step, reported with another
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Incarnation:
-    """One life of one node: a restart keeps the name and gets a new start_id. Filled at process start."""
+class Incarnation(NamedTuple):
+    """One life of one node: a restart keeps the name and gets a new start_id. Filled at process start.
+
+    A tuple, since a large fleet's nodes are looked up by the thousand: those of a dataclass are hashed in Python.
+    """
 
     name: str
     start_id: int  # 63 random bits
@@ -33,9 +36,6 @@ class Incarnation:
     @classmethod
     def new(cls, name: str) -> Incarnation:
         return cls(name, secrets.randbits(63))
-
-    def __hash__(self) -> int:  # a large fleet's nodes are looked up by the thousand, and a string knows its hash
-        return hash(self.name) ^ self.start_id
 
     def __str__(self) -> str:
         return f"{self.name}@{self.start_id:016x}"

@@ -57,7 +57,7 @@ def sources_of(nodes: Iterable[NodeView], question: Question) -> Mapping[bytes, 
 
 
 def best_pull(
-    prefill: NodeView, question: Question, sources: Iterable[NodeView], *, most: int | None = None
+    prefill: NodeView, question: Question, sources: Sequence[NodeView], *, most: int | None = None
 ) -> Pull | None:
     """Return what a prefill node had best fetch of a prompt, from another node or from its own host memory; None when
     it cannot, or nobody has more than its pool.
@@ -66,6 +66,8 @@ def best_pull(
         sources: of its page layout; see `sources_of`.
         most: no more than the prompt's first so many tokens; None = all whole blocks.
     """
+    if not question.host_tokens and not (prefill.pulls and sources):
+        return None
     best = host_load(prefill, question)
     have, last_block = question.usable(prefill), (question.prompt_tokens - 1) // prefill.block_tokens
     if most is not None:
@@ -96,7 +98,7 @@ def host_load(prefill: NodeView, question: Question) -> Pull | None:
     return Pull(prefill, upto, upto - have, LOAD_START_S + (upto - have) * prefill.host_token_s, saved)
 
 
-def late_pull(prefill: NodeView, question: Question, sources: Iterable[NodeView]) -> Pull | None:
+def late_pull(prefill: NodeView, question: Question, sources: Sequence[NodeView]) -> Pull | None:
     """Return what a prefill node should fetch if it finds that what counts as on its way to it is not even begun; None
     when nothing is, or computing is faster. Requests may overtake the one that was to fetch or compute it.
 

@@ -16,6 +16,9 @@ RECENT_S = 3600.0  # work given to a node fades from what counts as its share wi
 _MOST_FADED_S = 20 * RECENT_S  # the common unit of faded work is renewed after this
 _LEAST_ROOM = 64
 
+COUNTS = ("requests", "tokens", "pages", "context", "turn")  # of `Load`; turn: number of the latest request
+_REQUESTS, _TURN = COUNTS.index("requests"), COUNTS.index("turn")
+
 T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -30,11 +33,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
     def __init__(self) -> None:
         self.version = 0  # changes when a slot goes to another node
         self._changed: set[Incarnation] = set()  # since `take_changed`
-        self.requests: Ints = np.zeros(_LEAST_ROOM, np.int64)
-        self.tokens: Ints = np.zeros(_LEAST_ROOM, np.int64)
-        self.pages: Ints = np.zeros(_LEAST_ROOM, np.int64)
-        self.context: Ints = np.zeros(_LEAST_ROOM, np.int64)
-        self.turn: Ints = np.zeros(_LEAST_ROOM, np.int64)  # number of the latest request, see `count_turn`
+        self.counts: Ints = np.zeros((_LEAST_ROOM, len(COUNTS)), np.int64)  # by slot; together, to be read in one go
         self._turns = 0
         self._recent: Floats = np.zeros(_LEAST_ROOM)  # in units that were seconds at _unit_s
         self._unit_s = 0.0
@@ -75,6 +74,10 @@ class LoadColumns(Mapping[Incarnation, Load]):
     def num_nodes(self) -> int:
         return len(self._slots)
 
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.counts[:, _REQUESTS].any())
+
     def node(self, slot: int) -> Incarnation:
         node = self._nodes[slot]
         assert node is not None, slot
@@ -83,10 +86,10 @@ class LoadColumns(Mapping[Incarnation, Load]):
     def add(self, node: Incarnation, *, requests: int = 0, tokens: int = 0, pages: int = 0, context: int = 0) -> None:
         slot = self.slot(node)
         self._changed.add(node)
-        self.requests[slot] += requests
-        self.tokens[slot] += tokens
-        self.pages[slot] += pages
-        self.context[slot] += context
+        counts = self.counts[slot]
+        for at, more in enumerate((requests, tokens, pages, context)):
+            if more:
+                counts[at] += more
 
     def put(self, node: Incarnation, work_s: float) -> int:
         """Enter work ahead on a node; `take` it with what this returns."""
@@ -146,23 +149,23 @@ class LoadColumns(Mapping[Incarnation, Load]):
         """Note that a request was placed on these nodes, later than all before."""
         self._turns += 1
         for node in nodes:
-            self.turn[self.slot(node)] = self._turns
+            self.counts[self.slot(node), _TURN] = self._turns
 
-    def recent_s(self) -> Floats:
-        """Return what is left of the recent work of each slot's node."""
-        return self._recent * self._fade
+    def recent_s(self, slots: Ints) -> Floats:
+        """Return what is left of the recent work of the nodes of some slots."""
+        left: Floats = self._recent[slots] * self._fade
+        return left
 
     def forget_idle(self, *, keep: int) -> None:
         """Drop nodes that have nothing, those with the least recent work first, until so many are left."""
         busy = self._works.keys() | self._fetches.keys()
-        idle = [node for node, slot in self._slots.items() if not self.requests[slot] and slot not in busy]
+        idle = [node for node, slot in self._slots.items() if not self.counts[slot, _REQUESTS] and slot not in busy]
         idle.sort(key=lambda node: self._recent[self._slots[node]])
         for node in idle[: max(0, len(self._slots) - keep)]:
             slot = self._slots.pop(node)
             self._changed.add(node)
             self._nodes[slot] = None
-            for column in (self.requests, self.tokens, self.pages, self.context, self.turn, self._recent):
-                column[slot] = 0
+            self.counts[slot], self._recent[slot] = 0, 0.0
             self._free.append(slot)
             self.version += 1
 
@@ -181,18 +184,14 @@ class LoadColumns(Mapping[Incarnation, Load]):
         slot = self._slots.get(node)
         if slot is None:
             return default
-        works = self._works.get(slot)
-        requests, recent_s = self.requests[slot], self._recent[slot]
-        tokens, pages = self.tokens[slot], self.pages[slot]
-        turn, fetches = int(self.turn[slot]), self._fetches.get(slot)
+        works, fetches = self._works.get(slot), self._fetches.get(slot)
+        requests, tokens, pages, context, turn = self.counts[slot].tolist()
+        recent_s = float(self._recent[slot])
         if not (works or requests or tokens or pages or recent_s or turn or fetches):
             return default
         works_s = tuple(works.values()) if works else ()
         fetched = tuple(fetches.values()) if fetches else ()
-        context = int(self.context[slot])
-        return Load(
-            int(requests), int(tokens), int(pages), works_s, float(recent_s) * self._fade, context, fetched, turn
-        )  # fmt: skip
+        return Load(requests, tokens, pages, works_s, recent_s * self._fade, context, fetched, turn)
 
     def take_changed(self) -> set[Incarnation]:
         """Return the nodes whose load has changed since this was last asked; that it fades is no change."""
@@ -209,9 +208,8 @@ class LoadColumns(Mapping[Incarnation, Load]):
         return sum(1 for _ in self)
 
     def _make_room(self, slot: int) -> None:
-        if slot >= len(self.requests):
-            self.requests, self.tokens, self.pages = _longer(self.requests), _longer(self.tokens), _longer(self.pages)
-            self.context, self.turn, self._recent = _longer(self.context), _longer(self.turn), _longer(self._recent)
+        if slot >= len(self.counts):
+            self.counts, self._recent = _longer(self.counts), _longer(self._recent)
 
 
 def _longer(column: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvrelay.core.errors import InvalidRequestError, UnavailableError
@@ -23,6 +24,7 @@ from kvrelay.router.score import (
     further_link_s,
     local_score,
     prefill_score,
+    promised_wait_s,
     work_s,
 )
 from kvrelay.router.sharing import Turn
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 _JOINT = 8  # of each role, the best so many are tried in every combination
+_ORDER = attrgetter("order")  # of a score
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,11 @@ class Pair:
     def backlog_s(self) -> float:
         """Return the predicted time of what goes before it."""
         if self.local is not None:
-            return self.local.backlog_s
-        return next((one.backlog_s for one in self.scores if one.node is self.prefill), 0.0)
+            return self.local.parts["wait_s"]
+        of_prefill = next((one for one in self.scores if one.node is self.prefill), None)
+        if of_prefill is None:
+            return 0.0
+        return promised_wait_s(self.prefill, of_prefill.load, of_prefill.parts["compute_s"])
 
     def step_s(self) -> float:
         """Return the predicted time of a decode step with this request in it; 0 without a decode node.
@@ -173,8 +179,8 @@ def place(
 def _fetched(pair: Pair, pull: Pull | None, question: Question, sources: Mapping[bytes, Sequence[NodeView]]) -> Pair:
     """Return a pair whose prefill node fetches something, if that pays; either way it says why."""
     if pull is None or not pull.pays:
-        of_layout = sources.get(pair.prefill.layout_fingerprint, ())
-        pair = replace(pair, late_pull=late_pull(pair.prefill, question, of_layout))
+        late = late_pull(pair.prefill, question, sources.get(pair.prefill.layout_fingerprint, ()))
+        pair = pair if late is None else replace(pair, late_pull=late)
     if pull is None:
         return pair
     in_host = pull.source is pair.prefill
@@ -214,7 +220,7 @@ def _best_local(
         for node in groups[prefill.node.layout_fingerprint][1]
         if node.local_tokens
     )
-    best = min((one for one in found if one is not None), key=lambda one: one.order, default=None)
+    best = min((one for one in found if one is not None), key=_ORDER, default=None)
     if best is None:
         return None, "handed over: no decode node has nearly all of the prompt"
     name, tokens = best.node.incarnation.name, best.local_tokens
@@ -232,25 +238,23 @@ def _of_layout(choices: Sequence[tuple[Score, Score | None]], node: NodeView) ->
 
 
 def _prefill_scores(nodes: Sequence[NodeView], question: Question, sources: Sequence[NodeView]) -> list[Score]:
-    least_s = min((question.load(node).recent_s for node in nodes), default=0.0)
+    loads = [question.load(node) for node in nodes]
+    least_s = min((load.recent_s for load in loads), default=0.0)
     return [
-        prefill_score(node, question, least_recent_s=least_s, pull=best_pull(node, question, sources)) for node in nodes
+        prefill_score(node, load, question, least_recent_s=least_s, pull=best_pull(node, question, sources))
+        for node, load in zip(nodes, loads, strict=True)
     ]
 
 
 def _best(prefills: list[Score], decodes: list[Score], question: Question) -> tuple[Score, Score | None]:
     """Return the best pair. Only the link depends on both, so the best few of each role are enough to try."""
     if not decodes:
-        return min(prefills, key=_own_order), None
+        return min(prefills, key=_ORDER), None
     if not question.usual_link_s:
-        return min(prefills, key=_own_order), min(decodes, key=_own_order)
-    few = heapq.nsmallest(_JOINT, decodes, key=_own_order)
-    pairs = ((prefill, decode) for prefill in heapq.nsmallest(_JOINT, prefills, key=_own_order) for decode in few)
+        return min(prefills, key=_ORDER), min(decodes, key=_ORDER)
+    few = heapq.nsmallest(_JOINT, decodes, key=_ORDER)
+    pairs = ((prefill, decode) for prefill in heapq.nsmallest(_JOINT, prefills, key=_ORDER) for decode in few)
     return min(pairs, key=lambda both: _order(both[0], both[1], question))
-
-
-def _own_order(one: Score) -> tuple[bool, float, int, str]:
-    return one.order
 
 
 def _order(prefill: Score, decode: Score | None, question: Question) -> tuple[object, ...]:

@@ -96,7 +96,7 @@ class Replicas:
                 if reachable:
                     log.warning("this router does not see what others place: %s", err)
                 reachable = False
-            is_busy = self._own().requests.any() or self._others.columns.requests.any()
+            is_busy = self._own().has_requests or self._others.columns.has_requests
             if is_busy and reachable:
                 await asyncio.sleep(BUSY_S)
                 continue

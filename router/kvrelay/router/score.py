@@ -28,7 +28,9 @@ EVENNESS = 0.02  # seconds, per second of recent work more than the node with th
 EXPECTED_OUTPUT_TOKENS = 256  # when a request may generate more than this, expect this
 
 
-@dataclass(frozen=True, slots=True)
+# Each placement makes tens of these two. A frozen dataclass takes several times as long to make as one that is not, so
+# these are not, but nobody changes one.
+@dataclass(slots=True)
 class Load:
     """What this router has on a node now. Newer than the node's heartbeat; the larger of the two counts."""
 
@@ -63,8 +65,10 @@ class Question:
 
     def usable(self, node: NodeView) -> int:
         """Return the prompt tokens that a node need not compute or get: whole pages, never the last token."""
-        usable = min(self.cached_tokens.get(node.incarnation, 0), self.prompt_tokens - 1)
-        return usable // node.page_tokens * node.page_tokens
+        cached = self.cached_tokens.get(node.incarnation)
+        if not cached:
+            return 0
+        return min(cached, self.prompt_tokens - 1) // node.page_tokens * node.page_tokens
 
     def held(self, node: NodeView) -> int:
         """Return the prompt tokens that a node has now, and could hand out."""
@@ -96,15 +100,15 @@ class Question:
         return self.prompt_tokens + self.expected_output
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # see `Load`
 class Score:
     """One node's cost of one request, in seconds, by part."""
 
     node: NodeView
+    load: Load  # that it has now
     parts: Mapping[str, float]
     total_s: float
     must_evict: bool = False
-    backlog_s: float = 0.0  # work that is to be reckoned to go before it, see `promised_wait_s`
     step_s: float = 0.0  # between tokens with the request
     local_tokens: int = 0  # of the prompt, that a decode node computes itself
     pull: Pull | None = None  # what a prefill node had best fetch, whether it pays or not
@@ -133,10 +137,9 @@ def wait_s(node: NodeView, load: Load, compute: float) -> float:
     Nodes compute the request with the fewest tokens left first, so of what we gave it only shorter ones are ahead, and
     of longer ones the chunk in work and now and then a fair turn. Work that only the node told of counts whole.
     """
-    ours = ahead = 0.0
-    for work in load.works_s:
-        ours += work
-        ahead += min(compute, work)
+    works_s = load.works_s
+    # A busy node has a hundred, each placement asks for those of all, and min() would take twice as long.
+    ours, ahead = sum(works_s), sum([work if work < compute else compute for work in works_s])  # noqa: FURB136
     queued_s = max(node.queued_tokens, load.tokens) * node.cost.token_s / node.ring_size
     return ahead + max(0.0, queued_s - ours)
 
@@ -157,10 +160,9 @@ def promised_wait_s(node: NodeView, load: Load, compute: float) -> float:
 
 
 def prefill_score(
-    node: NodeView, question: Question, *, least_recent_s: float = 0.0, pull: Pull | None = None
+    node: NodeView, load: Load, question: Question, *, least_recent_s: float = 0.0, pull: Pull | None = None
 ) -> Score:
     """Return the cost of a prompt on a prefill node; `pull`: what it had best fetch, counted when that pays."""
-    load = question.load(node)
     alone = compute = work_s(node, question)
     fetch: dict[str, float] = {}
     if pull is not None and pull.pays:
@@ -177,7 +179,7 @@ def prefill_score(
         "eviction_s": EVICTION * alone if node.free_pages < question.pages(node) else 0.0,
         "evenness_s": EVENNESS * (load.recent_s - least_recent_s),
     }
-    return Score(node, parts, sum(parts.values()), backlog_s=promised_wait_s(node, load, compute), pull=pull)
+    return Score(node, load, parts, sum(parts.values()), pull=pull)
 
 
 def decode_score(node: NodeView, question: Question) -> Score:
@@ -191,7 +193,7 @@ def decode_score(node: NodeView, question: Question) -> Score:
         "steps_s": question.expected_output * step,
     }
     must_evict = node.free_pages - load.pages < question.pages(node)
-    return Score(node, parts, sum(parts.values()), must_evict, step_s=step)
+    return Score(node, load, parts, sum(parts.values()), must_evict, step)
 
 
 def further_link_s(prefill: NodeView, decode: NodeView, question: Question) -> float:
@@ -212,7 +214,8 @@ def local_score(node: NodeView, question: Question, *, prefill: NodeView) -> Sco
     tokens = question.prompt_tokens - cached
     if not cached or tokens > node.local_tokens:
         return None
-    load, handed_over = question.load(node), decode_score(node, question)
+    handed_over = decode_score(node, question)
+    load = handed_over.load
     cost = node.cost if node.cost.is_measured_local else prefill.cost
     compute = compute_s(cost, tokens=tokens, cached=cached, ring_size=1, break_even_tokens=1)
     active = max(node.active_requests, load.requests)
@@ -223,6 +226,5 @@ def local_score(node: NodeView, question: Question, *, prefill: NodeView) -> Sco
         "steps_s": handed_over.parts["steps_s"],
     }
     return Score(
-        node, parts, sum(parts.values()), handed_over.must_evict, backlog_s=sum(load.works_s),
-        step_s=handed_over.step_s, local_tokens=tokens,
-    )  # fmt: skip
+        node, load, parts, sum(parts.values()), handed_over.must_evict, handed_over.step_s, local_tokens=tokens
+    )

@@ -63,14 +63,14 @@ def whose_turn(prefill: NodeView, best: Score, decodes: Iterable[Score], questio
         near = [one for one in near if question.usable(one.node) >= least]
     if len(near) == 1:
         return Turn(near[0].node)
-    (requests, turn, *_, node), second, *_ = sorted(_in_turn(one, question) for one in near)
+    (requests, turn, *_, node), second, *_ = sorted(_in_turn(one) for one in near)
     why = _why(fewest=requests < second[0], longest_ago=turn < second[1])
     return Turn(node, why, frozenset(one.node.incarnation for one in near))
 
 
-def _in_turn(one: Score, question: Question) -> tuple[int, int, int, str, int, NodeView]:
+def _in_turn(one: Score) -> tuple[int, int, int, str, int, NodeView]:
     """Return what sorts near equals, and the node behind it; nodes themselves are never compared."""
-    node, load = one.node, question.load(one.node)
+    node, load = one.node, one.load
     name = node.incarnation.name
     return max(node.active_requests, load.requests), load.turn, _micro(one.total_s), name, id(node), node
 

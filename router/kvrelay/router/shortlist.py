@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvrelay.core.types import Incarnation, Role
 from kvrelay.router.fetch_columns import FetchColumns
-from kvrelay.router.load_columns import LoadColumns
+from kvrelay.router.load_columns import COUNTS, LoadColumns
 from kvrelay.router.placement import Pair, place, refusal
 from kvrelay.router.score import CROWDING, EVENNESS, EVICTION, Question
 from kvrelay.router.sharing import DecodeColumns
@@ -38,8 +38,6 @@ _COSTS = (
     "start_s", "token_s", "pair_s", "break_even_tokens", "relay_start_s", "relay_token_s", "step_s", "sequence_s",
     "context_token_s",
 )  # fmt: skip
-
-_LOADS = ("requests", "tokens", "pages", "context", "turn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,7 @@ class Roster:
             return place(self.nodes, question)  # it says why nothing is left
         turn = decodes.whose_turn
         pair = place([self.nodes[row] for row in few], question, sources=sources, whose_turn=turn)
-        return replace(pair, refused={**self._reasons(refused, question), **pair.refused})
+        return replace(pair, refused={**self._reasons(refused, question), **pair.refused}) if refused else pair
 
     def _by_row(self, tokens: Mapping[Incarnation, int]) -> Ints:
         by_row = np.zeros(len(self.nodes) + 1, np.int64)  # the last one is of nodes that are not here
@@ -176,8 +174,9 @@ class _Columns:
         for row, node in enumerate(self._nodes) if question.avoid else ():
             takes[row] &= node not in question.avoid
         joins = [self._join(one) for one in loads]
-        recent_s = self._sum([one.loads.recent_s()[one.slots] for one in joins])
-        placed = {name: self._of_loads(joins, name) for name in _LOADS}
+        recent_s = sum([one.loads.recent_s(one.slots) for one in joins], np.zeros(len(cached)))
+        counts = sum([one.loads.counts[one.slots] for one in joins], np.zeros((len(cached), len(COUNTS)), np.int64))
+        placed = dict(zip(COUNTS, counts.T, strict=True))
         alone_s = self._compute_s(question, usable, has_some)
         fetch_s, saved_s = self.fetches.best(
             question, usable, alone_s, sources, lambda behind: self._compute_s(question, behind, np.flatnonzero(behind))
@@ -323,17 +322,6 @@ class _Columns:
     def _active(self, placed: Mapping[str, Ints]) -> Ints:
         active: Ints = np.maximum(self._ints["active_requests"], placed["requests"])
         return active
-
-    def _of_loads(self, joins: Sequence[_Join], name: str) -> Ints:
-        return self._sum([getattr(one.loads, name)[one.slots] for one in joins]).astype(np.int64, copy=False)
-
-    def _sum(self, columns: Sequence[npt.NDArray[np.number]]) -> npt.NDArray[np.number]:
-        if not columns:
-            return np.zeros(len(self._nodes), np.int64)
-        total = columns[0]
-        for column in columns[1:]:
-            total = total + column
-        return total
 
     def _join(self, loads: LoadColumns) -> _Join:
         known = self._joins.get(id(loads))
