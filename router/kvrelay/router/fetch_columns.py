@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,67 +20,90 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
-class FetchColumns:
-    """Of the nodes of one roster, in its order."""
+class SourceColumns:
+    """All nodes of a roster, as those that others may fetch from."""
 
-    def __init__(self, nodes: Sequence[NodeView], ints: Mapping[str, Ints], name_rank: Ints) -> None:
-        """`ints`, `name_rank`: columns of the roster, which keeps them up to date."""
-        self._names = [node.incarnation.name for node in nodes]
+    def __init__(self, nodes: Sequence[NodeView]) -> None:
         self._row = {node.incarnation: row for row, node in enumerate(nodes)}
-        self._pulls = np.array([node.pulls and node.role is Role.PREFILL for node in nodes])
-        self._is_prefill = np.array([node.role is Role.PREFILL for node in nodes])
-        self._host_token_s = np.array([node.host_token_s for node in nodes], float)
-        self._ints, self._name_rank = ints, name_rank
+        self._pulls = any(node.pulls and node.role is Role.PREFILL for node in nodes)
+        self._queued_tokens = np.array([node.queued_tokens for node in nodes], np.int64)
+        names = [node.incarnation.name for node in nodes]
+        self._name_rank = np.empty(len(nodes), np.int64)
+        self._name_rank[sorted(range(len(nodes)), key=names.__getitem__)] = np.arange(len(nodes))
         self._layouts = {node.layout_fingerprint: number for number, node in enumerate(nodes)}
         self._layout = np.array([self._layouts[node.layout_fingerprint] for node in nodes])
-        self._links: dict[Incarnation, tuple[Mapping[str, float], Floats]] = {}
 
-    def sources(self, question: Question, held: Ints) -> dict[bytes, list[int]]:
-        """Return the rows of what `fetch.sources_of` finds, given what each node has of the prompt."""
-        if not self._pulls.any():
+    def update(self, row: int, node: NodeView) -> None:
+        self._queued_tokens[row] = node.queued_tokens
+
+    def rows(self, question: Question, held: Ints) -> dict[bytes, list[int]]:
+        """Return the rows of what `fetch.sources_of` finds, given what each node has of the prompt; nothing when
+        nobody fetches."""
+        if not self._pulls:
             return {}
         rows = np.flatnonzero(held)
         if not_asked := [self._row[node] for node in question.avoid | question.no_pull if node in self._row]:
             rows = rows[~np.isin(rows, not_asked)]
-        order = rows[np.lexsort((self._name_rank[rows], self._ints["queued_tokens"][rows], -held[rows]))]
+        order = rows[np.lexsort((self._name_rank[rows], self._queued_tokens[rows], -held[rows]))]
         return {
             layout: order[self._layout[order] == number][:MOST_SOURCES].tolist()
             for layout, number in self._layouts.items()
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What each node had best fetch; 0 for nodes that had best compute."""
+
+    transfer_s: Floats
+    saved_s: Floats  # of computation
+
+
+class FetchColumns:
+    """Of the prefill nodes of one page layout."""
+
+    def __init__(self, nodes: Sequence[NodeView], block_tokens: Ints) -> None:
+        self._names = [node.incarnation.name for node in nodes]
+        self._place = {node.incarnation: place for place, node in enumerate(nodes)}
+        self._pulls = np.array([node.pulls for node in nodes], bool)
+        self._host_token_s = np.array([node.host_token_s for node in nodes], float)
+        self._block_tokens = block_tokens
+        self._links: dict[Incarnation, tuple[Mapping[str, float], Floats]] = {}
 
     def best(
         self,
         question: Question,
         usable: Ints,
         compute_s: Floats,
-        sources: Mapping[bytes, Sequence[NodeView]],
+        sources: Sequence[NodeView],
         compute_behind: Callable[[Ints], Floats],
-    ) -> tuple[Floats, Floats]:
-        """Return (time of the best fetch, time of computation that it spares), 0 for nodes that had best compute.
+    ) -> Fetched | None:
+        """Return what each node had best fetch; None when there is nothing to fetch at all.
 
         Args:
             usable: tokens that each node has; `compute_s`: in which it computes the others.
             sources: see `fetch.sources_of`.
             compute_behind: returns the time in which each node computes what is behind so many tokens.
         """
-        last_block = (question.prompt_tokens - 1) // self._ints["block_tokens"] * self._ints["block_tokens"]
+        if not sources and not question.host_tokens:
+            return None
+        last_block = (question.prompt_tokens - 1) // self._block_tokens * self._block_tokens
         transfer_s, saved_s = self._from_host(question, usable, compute_s, last_block, compute_behind)
         behind: dict[int, Floats] = {}  # by what a source has: of many, most have the same
-        for layout, of_layout in sources.items():
-            may = self._pulls & (self._layout == self._layouts[layout])
-            for source in of_layout if may.any() else ():
-                held = question.held(source)
-                upto = np.minimum(held, last_block)
-                if held not in behind:
-                    behind[held] = compute_s - compute_behind(upto)
-                tokens = upto - usable
-                carried = tokens + _shared_tokens(tokens, question.load(source).fetches)
-                takes = start_s(source, question) + carried * self._token_s(source, question)
-                pays = may & (upto > usable) & (takes < behind[held])
-                pays[self._row[source.incarnation]] = False
-                better = pays & (behind[held] - takes > saved_s - transfer_s)
-                transfer_s[better], saved_s[better] = takes[better], behind[held][better]
-        return transfer_s, saved_s
+        for source in sources if self._pulls.any() else ():
+            held = question.held(source)
+            upto = np.minimum(held, last_block)
+            if held not in behind:
+                behind[held] = compute_s - compute_behind(upto)
+            tokens = upto - usable
+            carried = tokens + _shared_tokens(tokens, question.load(source).fetches)
+            takes = start_s(source, question) + carried * self._token_s(source, question)
+            pays = self._pulls & (upto > usable) & (takes < behind[held])
+            if (itself := self._place.get(source.incarnation)) is not None:
+                pays[itself] = False
+            better = pays & (behind[held] - takes > saved_s - transfer_s)
+            transfer_s[better], saved_s[better] = takes[better], behind[held][better]
+        return Fetched(transfer_s, saved_s)
 
     def _from_host(
         self,
@@ -92,14 +116,14 @@ class FetchColumns:
         """Return the same of what each node loads from its own host memory; see `fetch.host_load`."""
         held = np.zeros(len(usable), np.int64)
         for node, tokens in question.host_tokens.items():
-            if (row := self._row.get(node)) is not None:
-                held[row] = tokens
+            if (place := self._place.get(node)) is not None:
+                held[place] = tokens
         if not held.any():
             return np.zeros(len(usable)), np.zeros(len(usable))
         upto = np.minimum(held, last_block)
         takes = LOAD_START_S + (upto - usable) * self._host_token_s
         saved = compute_s - compute_behind(upto)
-        pays = self._is_prefill & (upto > usable) & (takes < saved)
+        pays = (upto > usable) & (takes < saved)
         return np.where(pays, takes, 0.0), np.where(pays, saved, 0.0)
 
     def _token_s(self, source: NodeView, question: Question) -> Floats | float:

@@ -33,7 +33,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
     def __init__(self) -> None:
         self.version = 0  # changes when a slot goes to another node
         self._changed: set[Incarnation] = set()  # since `take_changed`
-        self.counts: Ints = np.zeros((_LEAST_ROOM, len(COUNTS)), np.int64)  # by slot; together, to be read in one go
+        self._counts: Ints = np.zeros((_LEAST_ROOM, len(COUNTS)), np.int64)  # by slot; together, to be read in one go
         self._turns = 0
         self._recent: Floats = np.zeros(_LEAST_ROOM)  # in units that were seconds at _unit_s
         self._unit_s = 0.0
@@ -76,7 +76,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
 
     @property
     def has_requests(self) -> bool:
-        return bool(self.counts[:, _REQUESTS].any())
+        return bool(self._counts[:, _REQUESTS].any())
 
     def node(self, slot: int) -> Incarnation:
         node = self._nodes[slot]
@@ -86,7 +86,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
     def add(self, node: Incarnation, *, requests: int = 0, tokens: int = 0, pages: int = 0, context: int = 0) -> None:
         slot = self.slot(node)
         self._changed.add(node)
-        counts = self.counts[slot]
+        counts = self._counts[slot]
         for at, more in enumerate((requests, tokens, pages, context)):
             if more:
                 counts[at] += more
@@ -149,7 +149,12 @@ class LoadColumns(Mapping[Incarnation, Load]):
         """Note that a request was placed on these nodes, later than all before."""
         self._turns += 1
         for node in nodes:
-            self.counts[self.slot(node), _TURN] = self._turns
+            self._counts[self.slot(node), _TURN] = self._turns
+
+    def counts(self, slots: Ints) -> Ints:
+        """Return the counts of the nodes of some slots: a row of COUNTS each."""
+        counts: Ints = self._counts[slots]
+        return counts
 
     def recent_s(self, slots: Ints) -> Floats:
         """Return what is left of the recent work of the nodes of some slots."""
@@ -159,13 +164,13 @@ class LoadColumns(Mapping[Incarnation, Load]):
     def forget_idle(self, *, keep: int) -> None:
         """Drop nodes that have nothing, those with the least recent work first, until so many are left."""
         busy = self._works.keys() | self._fetches.keys()
-        idle = [node for node, slot in self._slots.items() if not self.counts[slot, _REQUESTS] and slot not in busy]
+        idle = [node for node, slot in self._slots.items() if not self._counts[slot, _REQUESTS] and slot not in busy]
         idle.sort(key=lambda node: self._recent[self._slots[node]])
         for node in idle[: max(0, len(self._slots) - keep)]:
             slot = self._slots.pop(node)
             self._changed.add(node)
             self._nodes[slot] = None
-            self.counts[slot], self._recent[slot] = 0, 0.0
+            self._counts[slot], self._recent[slot] = 0, 0.0
             self._free.append(slot)
             self.version += 1
 
@@ -185,7 +190,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
         if slot is None:
             return default
         works, fetches = self._works.get(slot), self._fetches.get(slot)
-        requests, tokens, pages, context, turn = self.counts[slot].tolist()
+        requests, tokens, pages, context, turn = self._counts[slot].tolist()
         recent_s = float(self._recent[slot])
         if not (works or requests or tokens or pages or recent_s or turn or fetches):
             return default
@@ -208,8 +213,8 @@ class LoadColumns(Mapping[Incarnation, Load]):
         return sum(1 for _ in self)
 
     def _make_room(self, slot: int) -> None:
-        if slot >= len(self.counts):
-            self.counts, self._recent = _longer(self.counts), _longer(self._recent)
+        if slot >= len(self._counts):
+            self._counts, self._recent = _longer(self._counts), _longer(self._recent)
 
 
 def _longer(column: npt.NDArray[Any]) -> npt.NDArray[Any]:

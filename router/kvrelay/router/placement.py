@@ -65,6 +65,7 @@ class Pair:
     late_pull: Pull | None = field(
         default=None, compare=False
     )  # set: it does if it has not yet what is on its way there
+    load: Load = field(default=NO_LOAD, compare=False)  # of the prefill node
     near: frozenset[Incarnation] = field(default=frozenset(), compare=False)  # decode nodes that were as good, and
     why_shared: str = field(default="", compare=False)  # why of several it is this one
     best_step_s: float = field(default=0.0, compare=False)  # of the one that costs least, see `step_s`
@@ -73,10 +74,8 @@ class Pair:
         """Return the predicted time of what goes before it."""
         if self.local is not None:
             return self.local.parts["wait_s"]
-        of_prefill = next((one for one in self.scores if one.node is self.prefill), None)
-        if of_prefill is None:
-            return 0.0
-        return promised_wait_s(self.prefill, of_prefill.load, of_prefill.parts["compute_s"])
+        compute_s = next((one.parts["compute_s"] for one in self.scores if one.node is self.prefill), 0.0)
+        return promised_wait_s(self.prefill, self.load, compute_s)
 
     def step_s(self) -> float:
         """Return the predicted time of a decode step with this request in it; 0 without a decode node.
@@ -113,18 +112,23 @@ def longest_served(nodes: Iterable[NodeView]) -> int:
     return max(per_group, default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The nodes of one page layout that can take a request, with what it would cost there."""
+
+    prefills: Sequence[Score]
+    decodes: Sequence[Score]  # none when nothing is to be decoded
+    near: Sequence[NodeView]  # decode nodes that might complete the prompt themselves
+    whose_turn: Callable[[NodeView, Score], Turn]  # see `sharing.whose_turn`, from prefill node and best decode node
+
+
 def place(
-    nodes: Sequence[NodeView],
-    question: Question,
-    *,
-    sources: Mapping[bytes, Sequence[NodeView]] | None = None,
-    whose_turn: Callable[[NodeView, Score, Question], Turn] | None = None,
+    nodes: Sequence[NodeView], question: Question, *, sources: Mapping[bytes, Sequence[NodeView]] | None = None
 ) -> Pair:
     """Choose the prefill and the decode node of a request together: both of one layout.
 
     Args:
         sources: nodes that prefill may fetch cached tokens from, see `fetch.sources_of`; None = those among `nodes`.
-        whose_turn: as `sharing.whose_turn` chooses, given the best pair; None = among `nodes`.
 
     Raises:
         InvalidRequestError: no node could ever hold the request; names the pages.
@@ -137,49 +141,78 @@ def place(
             both = groups.setdefault(node.layout_fingerprint, ([], []))
             both[node.role is Role.DECODE].append(node)
     sources = sources_of(nodes, question) if sources is None else sources
-    scores: list[Score] = []
-    choices: list[tuple[Score, Score | None]] = []
-    decodes_of: dict[bytes, list[Score]] = {}
-    for layout, (prefills, decodes) in groups.items():
-        of_prefill = _prefill_scores(prefills, question, sources.get(layout, ()))
-        of_decode = [decode_score(node, question) for node in decodes] if question.needs_decode else []
-        decodes_of[layout] = of_decode
-        scores += [*of_prefill, *of_decode]
-        if of_prefill and (of_decode or not question.needs_decode):
-            choices.append(_best(of_prefill, of_decode, question))
-    if not choices:
+    candidates = {
+        layout: _candidates(prefills, decodes, question, sources.get(layout, ()))
+        for layout, (prefills, decodes) in groups.items()
+    }
+    pair = pick(candidates, question, sources, refused)
+    if pair is None:
         raise _none_left(nodes, question, refused)
-    prefill, decode = min(choices, key=lambda both: _order(both[0], both[1], question))
+    return pair
+
+
+def _candidates(
+    prefills: Sequence[NodeView], decodes: Sequence[NodeView], question: Question, sources: Sequence[NodeView]
+) -> Candidates:
+    of_decode = [decode_score(node, question) for node in decodes] if question.needs_decode else []
+    return Candidates(
+        _prefill_scores(prefills, question, sources),
+        of_decode,
+        [node for node in decodes if node.local_tokens],
+        lambda prefill, best: sharing.whose_turn(prefill, best, of_decode, question),
+    )
+
+
+def pick(
+    candidates: Mapping[bytes, Candidates],
+    question: Question,
+    sources: Mapping[bytes, Sequence[NodeView]],
+    refused: Mapping[str, str],
+) -> Pair | None:
+    """Choose among nodes that can take a request, by page layout; None when no layout has both roles.
+
+    Args:
+        sources: see `place`.
+        refused: the other nodes by name, and why.
+    """
+    scores = [score for one in candidates.values() for score in (*one.prefills, *one.decodes)]
+    choices = {
+        layout: _best(one.prefills, one.decodes, question)
+        for layout, one in candidates.items()
+        if one.prefills and (one.decodes or not question.needs_decode)
+    }
+    if not choices:
+        return None
+    prefill, decode = min(choices.values(), key=lambda both: _order(both[0], both[1], question))
     node = prefill.node
+    load, remaining, work = question.load(node), question.remaining(node), work_s(node, question)
     if decode is None:
-        pair = Pair(node, None, question.remaining(node), refused, work_s(node, question), tuple(scores))
-        return _fetched(pair, prefill.pull, question, sources)
+        return _fetched(Pair(node, None, remaining, refused, work, tuple(scores), load=load), question, sources)
     best_step_s = decode.step_s
-    if whose_turn is None:
-        turn = sharing.whose_turn(node, decode, decodes_of[node.layout_fingerprint], question)
-    else:
-        turn = whose_turn(node, decode, question)
+    turn = candidates[node.layout_fingerprint].whose_turn(node, decode)
     if turn.node is not decode.node:
         known = next((one for one in scores if one.node is turn.node), None)
         decode = known or decode_score(turn.node, question)
         scores += [] if known else [decode]
     handed_s = prefill.total_s + decode.total_s + further_link_s(node, decode.node, question)
-    local, why = _best_local(groups, question, choices, decode, handed_s)
+    local, way = _best_local(candidates, question, choices, decode, handed_s)
     if local is not None:
-        backup, tokens, compute = _of_layout(choices, local.node), local.local_tokens, local.parts["compute_s"]
-        return Pair(backup, local.node, tokens, refused, compute, tuple(scores), local, why)
-    remaining, work = question.remaining(node), work_s(node, question)
+        backup, _ = choices[local.node.layout_fingerprint]
+        compute = local.parts["compute_s"]
+        return Pair(backup.node, local.node, local.local_tokens, refused, compute, tuple(scores), local, way)
     pair = Pair(
-        node, decode.node, remaining, refused, work, tuple(scores), way=why,
-        near=turn.near, why_shared=turn.why, best_step_s=best_step_s,
+        node, decode.node, remaining, refused, work, tuple(scores), way=way,
+        load=load, near=turn.near, why_shared=turn.why, best_step_s=best_step_s,
     )  # fmt: skip
-    return _fetched(pair, prefill.pull, question, sources)
+    return _fetched(pair, question, sources)
 
 
-def _fetched(pair: Pair, pull: Pull | None, question: Question, sources: Mapping[bytes, Sequence[NodeView]]) -> Pair:
+def _fetched(pair: Pair, question: Question, sources: Mapping[bytes, Sequence[NodeView]]) -> Pair:
     """Return a pair whose prefill node fetches something, if that pays; either way it says why."""
+    of_layout = sources.get(pair.prefill.layout_fingerprint, ())
+    pull = best_pull(pair.prefill, question, of_layout)
     if pull is None or not pull.pays:
-        late = late_pull(pair.prefill, question, sources.get(pair.prefill.layout_fingerprint, ()))
+        late = late_pull(pair.prefill, question, of_layout)
         pair = pair if late is None else replace(pair, late_pull=late)
     if pull is None:
         return pair
@@ -202,9 +235,9 @@ def _fetched(pair: Pair, pull: Pull | None, question: Question, sources: Mapping
 
 
 def _best_local(
-    groups: Mapping[bytes, tuple[list[NodeView], list[NodeView]]],
+    candidates: Mapping[bytes, Candidates],
     question: Question,
-    choices: Sequence[tuple[Score, Score | None]],
+    choices: Mapping[bytes, tuple[Score, Score | None]],
     decode: Score,
     handed_s: float,
 ) -> tuple[Score | None, str]:
@@ -216,9 +249,8 @@ def _best_local(
     """
     found = (
         local_score(node, question, prefill=prefill.node)
-        for prefill, _ in choices
-        for node in groups[prefill.node.layout_fingerprint][1]
-        if node.local_tokens
+        for layout, (prefill, _) in choices.items()
+        for node in candidates[layout].near
     )
     best = min((one for one in found if one is not None), key=_ORDER, default=None)
     if best is None:
@@ -232,11 +264,6 @@ def _best_local(
     return None, f"handed over: {handed_s:.3g} s; {name} could compute {tokens} tokens itself in {best.total_s:.3g} s"
 
 
-def _of_layout(choices: Sequence[tuple[Score, Score | None]], node: NodeView) -> NodeView:
-    """Return the best prefill node of a decode node's layout."""
-    return next(one.node for one, _ in choices if one.node.layout_fingerprint == node.layout_fingerprint)
-
-
 def _prefill_scores(nodes: Sequence[NodeView], question: Question, sources: Sequence[NodeView]) -> list[Score]:
     loads = [question.load(node) for node in nodes]
     least_s = min((load.recent_s for load in loads), default=0.0)
@@ -246,7 +273,7 @@ def _prefill_scores(nodes: Sequence[NodeView], question: Question, sources: Sequ
     ]
 
 
-def _best(prefills: list[Score], decodes: list[Score], question: Question) -> tuple[Score, Score | None]:
+def _best(prefills: Sequence[Score], decodes: Sequence[Score], question: Question) -> tuple[Score, Score | None]:
     """Return the best pair. Only the link depends on both, so the best few of each role are enough to try."""
     if not decodes:
         return min(prefills, key=_ORDER), None

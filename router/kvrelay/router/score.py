@@ -30,7 +30,7 @@ EXPECTED_OUTPUT_TOKENS = 256  # when a request may generate more than this, expe
 
 # Each placement makes tens of these two. A frozen dataclass takes several times as long to make as one that is not, so
 # these are not, but nobody changes one.
-@dataclass(slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Load:
     """What this router has on a node now. Newer than the node's heartbeat; the larger of the two counts."""
 
@@ -105,13 +105,11 @@ class Score:
     """One node's cost of one request, in seconds, by part."""
 
     node: NodeView
-    load: Load  # that it has now
     parts: Mapping[str, float]
     total_s: float
     must_evict: bool = False
     step_s: float = 0.0  # between tokens with the request
     local_tokens: int = 0  # of the prompt, that a decode node computes itself
-    pull: Pull | None = None  # what a prefill node had best fetch, whether it pays or not
 
     @property
     def order(self) -> tuple[bool, float, int, str]:
@@ -179,7 +177,7 @@ def prefill_score(
         "eviction_s": EVICTION * alone if node.free_pages < question.pages(node) else 0.0,
         "evenness_s": EVENNESS * (load.recent_s - least_recent_s),
     }
-    return Score(node, load, parts, sum(parts.values()), pull=pull)
+    return Score(node, parts, sum(parts.values()))
 
 
 def decode_score(node: NodeView, question: Question) -> Score:
@@ -193,7 +191,7 @@ def decode_score(node: NodeView, question: Question) -> Score:
         "steps_s": question.expected_output * step,
     }
     must_evict = node.free_pages - load.pages < question.pages(node)
-    return Score(node, load, parts, sum(parts.values()), must_evict, step)
+    return Score(node, parts, sum(parts.values()), must_evict, step)
 
 
 def further_link_s(prefill: NodeView, decode: NodeView, question: Question) -> float:
@@ -214,8 +212,7 @@ def local_score(node: NodeView, question: Question, *, prefill: NodeView) -> Sco
     tokens = question.prompt_tokens - cached
     if not cached or tokens > node.local_tokens:
         return None
-    handed_over = decode_score(node, question)
-    load = handed_over.load
+    load, handed_over = question.load(node), decode_score(node, question)
     cost = node.cost if node.cost.is_measured_local else prefill.cost
     compute = compute_s(cost, tokens=tokens, cached=cached, ring_size=1, break_even_tokens=1)
     active = max(node.active_requests, load.requests)
@@ -225,6 +222,4 @@ def local_score(node: NodeView, question: Question, *, prefill: NodeView) -> Sco
         "crowding_s": CROWDING * compute * active,
         "steps_s": handed_over.parts["steps_s"],
     }
-    return Score(
-        node, load, parts, sum(parts.values()), handed_over.must_evict, handed_over.step_s, local_tokens=tokens
-    )
+    return Score(node, parts, sum(parts.values()), handed_over.must_evict, handed_over.step_s, local_tokens=tokens)

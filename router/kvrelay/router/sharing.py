@@ -63,39 +63,40 @@ def whose_turn(prefill: NodeView, best: Score, decodes: Iterable[Score], questio
         near = [one for one in near if question.usable(one.node) >= least]
     if len(near) == 1:
         return Turn(near[0].node)
-    (requests, turn, *_, node), second, *_ = sorted(_in_turn(one) for one in near)
+    (requests, turn, *_, node), second, *_ = sorted(_in_turn(one, question) for one in near)
     why = _why(fewest=requests < second[0], longest_ago=turn < second[1])
     return Turn(node, why, frozenset(one.node.incarnation for one in near))
 
 
-def _in_turn(one: Score) -> tuple[int, int, int, str, int, NodeView]:
+def _in_turn(one: Score, question: Question) -> tuple[int, int, int, str, int, NodeView]:
     """Return what sorts near equals, and the node behind it; nodes themselves are never compared."""
-    node, load = one.node, one.load
+    node, load = one.node, question.load(one.node)
     name = node.incarnation.name
     return max(node.active_requests, load.requests), load.turn, _micro(one.total_s), name, id(node), node
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeColumns:
-    """What `whose_turn` looks at, of all nodes of a large fleet at once."""
+class DecodesInTurn:
+    """What `whose_turn` looks at, of all decode nodes of one page layout of a large fleet at once."""
 
-    nodes: Sequence[NodeView]
-    named: Mapping[str, list[int]]  # rows by name; the lives of one node have one name
-    rows: Mapping[bytes, Ints]  # of the decode nodes that can take the request, by page layout
+    nodes: Sequence[NodeView]  # of the roster
+    rows: Ints  # of the decode nodes in it
+    named: Mapping[str, list[int]]  # places among them by name; the lives of one node have one name
+    takes: Mask
     total_s: Floats  # as of `decode_score`
     must_evict: Mask
     usable: Ints
     requests: Ints
     turn: Ints
     relay_token_s: Floats
-    by_name: Ints  # place of each node's name among all
-    few: Iterable[int]  # rows that are looked at
+    by_name: Ints  # rank of each node's name
+    few: Ints  # places that are looked at
 
     def whose_turn(self, prefill: NodeView, best: Score, question: Question) -> Turn:
         """Choose as `whose_turn` does among all nodes."""
         near = self._near(prefill, best, question)
         if len(near) == 1:
-            return Turn(self.nodes[near[0]])
+            return Turn(self._node(near[0]))
         requests = self.requests[near]
         fewest = near[requests == requests.min()]
         turn = self.turn[fewest]
@@ -103,27 +104,28 @@ class DecodeColumns:
         why = _why(fewest=len(fewest) == 1, longest_ago=len(first) == 1)
         if len(first) > 1:
             first = first[np.lexsort((self.by_name[first], np.rint(self.total_s[first] * 1e6)))]
-        row = int(first[0])
-        looked_at = {row, *self.few}.intersection(near.tolist())
-        return Turn(self.nodes[row], why, frozenset(self.nodes[one].incarnation for one in looked_at))
+        looked_at = {int(first[0]), *self.few.tolist()}.intersection(near.tolist())
+        return Turn(self._node(first[0]), why, frozenset(self._node(one).incarnation for one in looked_at))
+
+    def _node(self, place: int) -> NodeView:
+        return self.nodes[int(self.rows[place])]
 
     def _near(self, prefill: NodeView, best: Score, question: Question) -> Ints:
-        rows = self.rows[prefill.layout_fingerprint]
-        total_s = self.total_s[rows] + self._further_link_s(prefill, rows, question)
-        evicts_like_best = self.must_evict[rows] == best.must_evict
-        near: Ints = rows[evicts_like_best & (np.rint(total_s * 1e6) <= _most_s(prefill, best, question))]
+        micro = np.rint((self.total_s + self._further_link_s(prefill, question)) * 1e6)
+        is_near = (micro <= _most_s(prefill, best, question)) & (self.must_evict == best.must_evict) & self.takes
+        near: Ints = np.flatnonzero(is_near)
         if question.cached_tokens:
             usable = self.usable[near]
             near = near[usable >= usable.max() - question.prompt_tokens // _PROMPT_SHARE]
         return near
 
-    def _further_link_s(self, prefill: NodeView, rows: Ints, question: Question) -> Floats | float:
+    def _further_link_s(self, prefill: NodeView, question: Question) -> Floats | float:
         if not question.usual_link_s:
             return 0.0
         token_s = np.full(len(self.total_s), prefill.other_link_s or question.usual_link_s)
         for name, link_s in prefill.links.items():  # few are listed
             token_s[self.named.get(name, [])] = link_s
-        further_s: Floats = (question.prompt_tokens - self.usable[rows]) * (token_s[rows] - self.relay_token_s[rows])
+        further_s: Floats = (question.prompt_tokens - self.usable) * (token_s - self.relay_token_s)
         return further_s
 
 
