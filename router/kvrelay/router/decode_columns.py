@@ -56,7 +56,7 @@ class DecodeColumns:
         num: int,
         nodes: Sequence[NodeView],
         question: Question,
-        takes: Mask,
+        refusing: Ints,
         cached: Ints,
         loads: Sequence[LoadColumns],
         prefill: NodeView,
@@ -64,7 +64,7 @@ class DecodeColumns:
         """Return the scores of the best `num` nodes, and of as many that had best complete the prompt themselves.
 
         Args:
-            nodes, takes, cached: see `PrefillColumns.best`.
+            nodes, refusing, cached: see `PrefillColumns.best`.
             prefill: its speed stands for that of nodes that have not measured their own.
         """
         columns, cost = self.columns, self.columns.cost
@@ -75,11 +75,11 @@ class DecodeColumns:
         relay_s = cost["relay_start_s"] + (question.prompt_tokens - usable) * cost["relay_token_s"]
         steps_s = question.expected_output * step_s
         total_s = relay_s + steps_s
+        total_s[refusing] = np.inf
         free = (columns.ints["free_pages"] - placed["pages"]) * columns.ints["page_tokens"]
         must_evict = free < question.total_tokens
-        taking = np.flatnonzero(takes)
-        at = taking[first(num, total_s[taking], must_evict[taking])]
-        near = self._near(question, cached, takes)
+        at = first(num, total_s, must_evict)
+        near = self._near(question, cached, total_s < np.inf)
         if len(near):
             local_s = steps_s[near] + self._local_s(near, question, cached, active, loads, prefill)
             near = near[first(num, local_s, must_evict[near])]
@@ -91,7 +91,7 @@ class DecodeColumns:
             for node, relay, steps, total, evicts, step in zip(found, *of_each, strict=True)
         ]
         in_turn = DecodesInTurn(
-            nodes, columns.rows, self._named, takes, total_s, must_evict, usable, active, placed["turn"],
+            nodes, columns.rows, self._named, total_s, must_evict, usable, active, placed["turn"],
             cost["relay_token_s"], self._by_name, at,
         )  # fmt: skip
         return BestDecodes(scores, [nodes[row] for row in columns.rows[near]], in_turn)
@@ -113,7 +113,7 @@ class DecodeColumns:
 
     def _near(self, question: Question, cached: Ints, takes: Mask) -> Ints:
         """Return the nodes that might complete the prompt themselves."""
-        at = np.flatnonzero(takes & (cached > 0))
+        at = (takes & (cached > 0)).nonzero()[0]
         held = self._held(question, cached, at)
         return at[(held > 0) & (question.prompt_tokens - held <= self.columns.ints["local_tokens"][at])]
 

@@ -22,6 +22,7 @@ Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 _EVICTS = 2.0**52  # microseconds: sorts behind all that need not evict, and what is added to it stays exact
+_NOBODY: Ints = np.zeros(0, np.int64)
 _MAX_JOINS = 8  # beyond that, of routers that are gone
 
 
@@ -51,7 +52,8 @@ class NodeColumns:
         self._ints_of, self._costs_of = attrgetter(*ints), attrgetter(*costs)
         self._ints = np.zeros((len(ints), len(rows)), np.int64)
         self._costs = np.zeros((len(costs), len(rows)))
-        self._draining = np.zeros(len(rows), bool)
+        self._longest, self._room = np.zeros((2, len(rows)), np.int64)  # see `refusing`
+        self._least_longest = self._least_room = -1  # -1: not known
         self.ints = dict(zip(ints, self._ints, strict=True))
         self.cost = dict(zip(costs, self._costs, strict=True))
         self._joins: dict[int, _Join] = {}  # by identity of the loads
@@ -65,15 +67,20 @@ class NodeColumns:
         place = self.place[row]
         self._ints[:, place] = self._ints_of(node)
         self._costs[:, place] = self._costs_of(node.cost)
-        self._draining[place] = node.draining
+        self._longest[place] = 0 if node.draining else node.max_model_len
+        self._room[place] = node.total_pages * node.page_tokens
+        self._least_longest = self._least_room = -1
 
-    def takes(self, question: Question, own_tokens: int) -> Mask:
-        """Return who can take a request, which needs room for `own_tokens` here; see `placement.refusal`."""
-        room = self.ints["total_pages"] * self.ints["page_tokens"]
-        takes: Mask = (self.ints["max_model_len"] >= question.total_tokens) & (room >= own_tokens) & ~self._draining
+    def refusing(self, question: Question, own_tokens: int) -> Ints:
+        """Return the places that cannot take a request, which needs room for `own_tokens` here; see `refusal`."""
+        if self._least_room < 0 and len(self):
+            self._least_longest, self._least_room = int(self._longest.min()), int(self._room.min())
+        if question.total_tokens <= self._least_longest and own_tokens <= self._least_room and not question.avoid:
+            return _NOBODY  # as nearly always
+        refuses = (self._longest < question.total_tokens) | (self._room < own_tokens)
         for place, node in enumerate(self.incarnations) if question.avoid else ():
-            takes[place] &= node not in question.avoid
-        return takes
+            refuses[place] |= node in question.avoid
+        return refuses.nonzero()[0]
 
     def usable(self, question: Question, cached: Ints) -> Ints:
         """Return `Question.usable` of what each node has."""
@@ -95,7 +102,8 @@ class NodeColumns:
         """Return (what goes before a request of these compute times, all work) of each node."""
         num = len(self)
         ahead_s, all_s = np.zeros(num), np.zeros(num)
-        most_s = np.append(compute_s, 0.0)
+        most_s = np.zeros(num + 1)
+        most_s[:num] = compute_s
         for one in loads:
             work_s, slot = one.works()
             place = self._join(one).places[slot]
@@ -116,14 +124,20 @@ class NodeColumns:
 
 
 def first(num: int, total_s: Floats, must_evict: Mask | None = None) -> Ints:
-    """Return the first `num` places of nodes that stand as in `NodeColumns`, in the order of `Score.order`."""
+    """Return the first `num` places of nodes that stand as in `NodeColumns`, in the order of `Score.order`.
+
+    Args:
+        total_s: infinite for nodes that are to be left out.
+    """
     rank = np.rint(total_s * 1e6)
     if must_evict is not None:
         rank += must_evict * _EVICTS
     if len(rank) <= 4 * num:
-        return np.argsort(rank, kind="stable")[:num]
-    near = np.flatnonzero(rank <= np.partition(rank, num)[num])  # sort only what can be among the first
-    return near[np.argsort(rank[near], kind="stable")[:num]]
+        best = rank.argsort(kind="stable")[:num]
+    else:
+        near = (rank <= np.partition(rank, num)[num]).nonzero()[0]  # sort only what can be among the first
+        best = near[rank[near].argsort(kind="stable")[:num]]
+    return best[rank[best] < np.inf]
 
 
 def node_names(incarnations: Sequence[Incarnation]) -> dict[str, list[int]]:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
 
 
 class PrefillColumns:
@@ -43,7 +42,7 @@ class PrefillColumns:
         num: int,
         nodes: Sequence[NodeView],
         question: Question,
-        takes: Mask,
+        refusing: Ints,
         cached: Ints,
         loads: Sequence[LoadColumns],
         sources: Sequence[NodeView],
@@ -52,7 +51,7 @@ class PrefillColumns:
 
         Args:
             nodes: of the roster, as they are now.
-            takes: see `NodeColumns.takes`.
+            refusing: see `NodeColumns.refusing`; not all.
             cached: tokens of the prompt on each node.
             sources: see `fetch.sources_of`.
         """
@@ -65,7 +64,8 @@ class PrefillColumns:
         if fetched is not None:
             compute_s = alone_s - fetched.saved_s
         recent_s = columns.recent_s(loads)
-        least_s = float(recent_s[takes].min())
+        recent_s[refusing] = np.inf
+        least_s = float(recent_s.min())
         parts = {
             "wait_s": self._wait_s(compute_s, loads),
             "compute_s": compute_s,
@@ -74,8 +74,7 @@ class PrefillColumns:
             "evenness_s": EVENNESS * (recent_s - least_s),
         }
         total_s = sum(parts.values(), np.zeros(len(columns)) if fetched is None else fetched.transfer_s)
-        taking = np.flatnonzero(takes)
-        at = taking[first(num, total_s[taking])]
+        at = first(num, total_s)
         of_each = zip(*(column[at].tolist() for column in parts.values()), strict=True)
         scores = [
             Score(nodes[row], dict(zip(parts, of_one, strict=True)), total)

@@ -82,8 +82,7 @@ class DecodesInTurn:
     nodes: Sequence[NodeView]  # of the roster
     rows: Ints  # of the decode nodes in it
     named: Mapping[str, list[int]]  # places among them by name; the lives of one node have one name
-    takes: Mask
-    total_s: Floats  # as of `decode_score`
+    total_s: Floats  # as of `decode_score`; infinite for nodes that cannot take the request
     must_evict: Mask
     usable: Ints
     requests: Ints
@@ -104,16 +103,18 @@ class DecodesInTurn:
         why = _why(fewest=len(fewest) == 1, longest_ago=len(first) == 1)
         if len(first) > 1:
             first = first[np.lexsort((self.by_name[first], np.rint(self.total_s[first] * 1e6)))]
-        looked_at = {int(first[0]), *self.few.tolist()}.intersection(near.tolist())
-        return Turn(self._node(first[0]), why, frozenset(self._node(one).incarnation for one in looked_at))
+        is_near = np.zeros(len(self.rows), bool)
+        is_near[near] = True
+        looked_at = self.few[is_near[self.few]].tolist()
+        return Turn(self._node(first[0]), why, frozenset(self._node(one).incarnation for one in (first[0], *looked_at)))
 
     def _node(self, place: int) -> NodeView:
         return self.nodes[int(self.rows[place])]
 
     def _near(self, prefill: NodeView, best: Score, question: Question) -> Ints:
         micro = np.rint((self.total_s + self._further_link_s(prefill, question)) * 1e6)
-        is_near = (micro <= _most_s(prefill, best, question)) & (self.must_evict == best.must_evict) & self.takes
-        near: Ints = np.flatnonzero(is_near)
+        is_near = (micro <= _most_s(prefill, best, question)) & (self.must_evict == best.must_evict)
+        near: Ints = is_near.nonzero()[0]
         if question.cached_tokens:
             usable = self.usable[near]
             near = near[usable >= usable.max() - question.prompt_tokens // _PROMPT_SHARE]

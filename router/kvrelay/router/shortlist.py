@@ -124,15 +124,15 @@ class _Layout:
             refused: gets the nodes that cannot take the request, and why.
         """
         prefill, decode = self.prefill.columns, self.decode.columns
-        takes_prompt = prefill.takes(question, question.prompt_tokens)
-        takes_all = decode.takes(question, question.total_tokens)
-        for row in (*prefill.rows[~takes_prompt].tolist(), *decode.rows[~takes_all].tolist()):
+        no_prompt = prefill.refusing(question, question.prompt_tokens)
+        no_decode = decode.refusing(question, question.total_tokens)
+        for row in (*prefill.rows[no_prompt].tolist(), *decode.rows[no_decode].tolist()):
             if (why := refusal(nodes[row], question)) is not None:
                 refused[nodes[row].incarnation.name] = why
-        if not takes_prompt.any() or (question.needs_decode and not takes_all.any()):
+        if len(no_prompt) == len(prefill) or (question.needs_decode and len(no_decode) == len(decode)):
             return None
-        prefills = self.prefill.best(_KEPT, nodes, question, takes_prompt, cached[prefill.rows], loads, sources)
+        prefills = self.prefill.best(_KEPT, nodes, question, no_prompt, cached[prefill.rows], loads, sources)
         if not question.needs_decode:
             return Candidates(prefills, (), (), lambda _, best: Turn(best.node))
-        best = self.decode.best(_KEPT, nodes, question, takes_all, cached[decode.rows], loads, prefills[0].node)
+        best = self.decode.best(_KEPT, nodes, question, no_decode, cached[decode.rows], loads, prefills[0].node)
         return Candidates(prefills, best.scores, best.near, partial(best.in_turn.whose_turn, question=question))
