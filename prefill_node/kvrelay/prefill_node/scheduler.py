@@ -9,6 +9,7 @@ one fair turn), and each of n requests gets a chunk within fair_every * n.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from kvrelay.core.shard import Span
 
@@ -22,14 +23,13 @@ class NextChunk:
 
 @dataclass(slots=True)
 class _Running:
+    request_id: str
     next_token: int
-    end_token: int
-    arrival: int
+    tokens_left: int
     served: int  # number of the turn that served it last; its arrival turn before the first
 
-    @property
-    def tokens_left(self) -> int:
-        return self.end_token - self.next_token
+
+_TOKENS_LEFT, _SERVED = attrgetter("tokens_left"), attrgetter("served")
 
 
 class ChunkScheduler:
@@ -40,16 +40,14 @@ class ChunkScheduler:
         assert fair_every > 1, "with a fair turn each time nothing would be preferred"
         self._chunk_tokens = chunk_tokens
         self._fair_every = fair_every
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _Running] = {}  # in the order of arrival, which is that of equal ones too
         self._turn = 0
-        self._arrivals = 0
 
     def add(self, request_id: str, tokens: Span) -> None:
         """Begin to schedule the tokens that a request has to compute: at least one."""
         assert request_id not in self._running, f"{request_id} is scheduled already"
         assert tokens.num_tokens > 0, f"{request_id} has nothing to compute"
-        self._arrivals += 1
-        self._running[request_id] = _Running(tokens.start, tokens.end, self._arrivals, self._turn)
+        self._running[request_id] = _Running(request_id, tokens.start, tokens.num_tokens, self._turn)
 
     def remove(self, request_id: str) -> None:
         """Forget a request; unknown ones are ignored, since a cancel may come at any time."""
@@ -59,13 +57,11 @@ class ChunkScheduler:
         """Return the chunk to run now, or None when no request is left. Changes nothing: `ran` does."""
         if not self._running:
             return None
-        if (self._turn + 1) % self._fair_every == 0:
-            chosen = min(self._running, key=lambda name: (self._running[name].served, self._running[name].arrival))
-        else:
-            chosen = min(self._running, key=lambda name: (self._running[name].tokens_left, self._running[name].arrival))
-        running = self._running[chosen]
-        end = min(running.next_token + self._chunk_tokens, running.end_token)
-        return NextChunk(chosen, Span(running.next_token, end), is_last=end == running.end_token)
+        is_fair_turn = (self._turn + 1) % self._fair_every == 0
+        chosen = min(self._running.values(), key=_SERVED if is_fair_turn else _TOKENS_LEFT)
+        num_tokens = min(self._chunk_tokens, chosen.tokens_left)
+        tokens = Span(chosen.next_token, chosen.next_token + num_tokens)
+        return NextChunk(chosen.request_id, tokens, is_last=num_tokens == chosen.tokens_left)
 
     def ran(self, chunk: NextChunk) -> None:
         """Record that a chunk was computed; a request whose last chunk ran leaves."""
@@ -75,6 +71,7 @@ class ChunkScheduler:
             return
         assert running.next_token == chunk.tokens.start, f"{chunk} does not follow {running}"
         running.next_token = chunk.tokens.end
+        running.tokens_left -= chunk.tokens.num_tokens
         running.served = self._turn
         if not running.tokens_left:
             del self._running[chunk.request_id]

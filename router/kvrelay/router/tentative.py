@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 
 from kvrelay.core.bits import positions
@@ -17,34 +16,36 @@ class TentativeBlocks:
     """
 
     def __init__(self) -> None:
-        self._counts: dict[int, Counter[bytes]] = {}  # node -> requests by block
         self._masks: dict[bytes, int] = {}  # block -> bits of its nodes
+        self._more: dict[int, dict[bytes, int]] = {}  # node -> requests by block, besides the first of each block
 
     def add(self, node: int, hashes: Sequence[bytes]) -> None:
-        if not hashes:
-            return
-        counts, masks, bit = self._counts.setdefault(node, Counter()), self._masks, 1 << node
+        masks, bit = self._masks, 1 << node
         for one in hashes:
-            if one not in counts:
-                mask = masks.get(one)
-                masks[one] = bit if mask is None else mask | bit
-        counts.update(hashes)
+            mask = masks.get(one)
+            if mask is None:
+                masks[one] = bit  # the same object for all blocks of one node
+            elif mask & bit:
+                more = self._more.setdefault(node, {})
+                more[one] = more.get(one, 0) + 1
+            else:
+                masks[one] = mask | bit
 
     def remove(self, node: int, hashes: Sequence[bytes]) -> None:
-        if not hashes:
-            return
-        counts, masks, bit = self._counts[node], self._masks, 1 << node
+        masks, bit = self._masks, 1 << node
+        more = self._more.get(node, {})
         for one in hashes:
-            if counts[one] > 1:
-                counts[one] -= 1
-                continue
-            del counts[one]
-            if mask := masks[one] & ~bit:
-                masks[one] = mask
-            else:
+            if more and (left := more.get(one)) is not None:
+                if left > 1:
+                    more[one] = left - 1
+                else:
+                    del more[one]
+            elif (mask := masks[one]) == bit:
                 del masks[one]
-        if not counts:
-            del self._counts[node]
+            else:
+                masks[one] = mask ^ bit
+        if not more:
+            self._more.pop(node, None)
 
     def longest(self, hashes: Sequence[bytes]) -> dict[int, int]:
         """Return how many leading blocks of a prompt each node has; nodes that have none are left out."""
