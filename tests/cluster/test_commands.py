@@ -58,7 +58,8 @@ def test_the_time_split_adds_up(cluster: Cluster) -> None:
     assert sum(time_ms[name] for name in SECOND_PARTS) == pytest.approx(
         time_ms["second_token_ms"] - time_ms["ttft_ms"], rel=0.01, abs=0.5
     )
-    assert time_ms["total_ms"] >= time_ms["second_token_ms"] > time_ms["ttft_ms"] > 0
+    # Both tokens leave in one event where the router was busy when the first one came.
+    assert time_ms["total_ms"] >= time_ms["second_token_ms"] >= time_ms["ttft_ms"] > 0
 
 
 def test_text_on_stdout_is_the_answer_and_nothing_else(cluster: Cluster, tmp_path: Path) -> None:
