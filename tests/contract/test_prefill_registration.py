@@ -83,6 +83,32 @@ async def test_a_stalled_node_leaves_the_registry_and_comes_back_when_it_moves(i
     await registry.close()
 
 
+async def test_a_queue_that_has_ended_is_told_sooner_than_a_heartbeat_comes(index: EmbeddedServer) -> None:
+    busy, idle = a_record(NODE), a_record(NODE)
+    busy.queued_tokens = 1000
+    records = [busy]
+    thread = LeaseThread(
+        Leases(lease_s=5, on_expired=lambda key, reason: None),
+        NODE,
+        index_url=index.url,
+        fleet="queues",
+        heartbeat_s=4.0,
+        record=lambda: records[-1],
+        on_replaced=lambda: None,
+    )
+    thread.start(wait_s=5)
+    registry = NodeRegistry(index.url, "queues")
+    assert await registry.nodes() == [busy]
+
+    records.append(idle)
+    began_s = time.monotonic()
+    await until_registered(registry, [idle])
+    assert time.monotonic() - began_s < 3.0
+
+    thread.stop()
+    await registry.close()
+
+
 def test_a_bug_on_the_lease_thread_is_told_and_does_not_end_it_silently(
     index: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

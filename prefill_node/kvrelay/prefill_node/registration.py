@@ -15,6 +15,9 @@ from kvrelay.prefill_node.leases import Leases
 from kvrelay.proto.v1 import fleet_pb2
 
 _CHECKS_PER_LEASE = 10
+# Heartbeats come so many times as often while the last one told of prompts to compute: to a router that work waits here
+# until it hears otherwise, and the next turn of a chat would rather compute all anew elsewhere than wait for it.
+_BUSY_RATE = 5
 log = logging.getLogger(__name__)
 
 
@@ -99,8 +102,11 @@ class LeaseThread:
         assert self._wake is not None, "set by _run"
         ttl_s, known = 3 * self._heartbeat_s, False
         while not self._stopping:
+            pause_s = self._heartbeat_s
             try:
                 record = self._record()
+                if record is not None and record.queued_tokens:
+                    pause_s /= _BUSY_RATE
                 if record is not None and known:
                     await registry.heartbeat(record, ttl_s)
                 elif record is not None:
@@ -116,7 +122,7 @@ class LeaseThread:
             finally:
                 self._registered.set()
             try:
-                async with asyncio.timeout(self._heartbeat_s):
+                async with asyncio.timeout(pause_s):
                     await self._wake.wait()
             except TimeoutError:
                 continue
