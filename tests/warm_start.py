@@ -33,7 +33,7 @@ PROGRAMS = frozenset(
     {
         "kvrelay.cli.main",
         "kvrelay.cli.child",
-        "kvrelay.prefill_node.ring_process",
+        "kvrelay.prefill_node.rank_child",
         "faults.lab.node_main",
         "faults.lab.up_main",
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import grpc
@@ -13,6 +15,7 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+import warm_start
 from contract.prefill_process import (
     Client,
     nodes_of,
@@ -54,6 +57,25 @@ async def test_a_ring_that_loses_a_rank_leaves_as_a_whole(index: EmbeddedServer,
                 victim.kill()
         _, alive = psutil.wait_procs(ranks, timeout=20)
         assert alive == []
+
+
+def test_a_rank_that_still_loads_ends_with_rank_0() -> None:
+    command = [sys.executable, "-m", "kvrelay.cli.main", "prefill", "--model", str(FOLDER / MODEL), "--ring-size", "2"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", warm_start.COLD_VARIABLE: "1"}  # as users start it
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until_s = time.monotonic() + 60
+        while not (ranks := psutil.Process(process.pid).children()) and time.monotonic() < until_s:
+            time.sleep(0.005)
+    finally:
+        process.kill()
+        process.wait()
+
+    [rank] = ranks
+    until_s = time.monotonic() + 1.0  # while torch alone takes longer to load
+    while (runs := rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE) and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert not runs
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ Shapes in this file: B rows of a block, Y elements of a stored row.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -156,7 +157,7 @@ def serve_store(*, ring_size: int, timeout_s: float) -> TCPStore:
 
 def spawn_ranks(argv: Sequence[str], *, ring_size: int, store_port: int) -> list[subprocess.Popen[bytes]]:
     """Start ranks 1..R-1 as processes of the same program. Call it on the main thread: they die with it."""
-    command = [sys.executable, "-m", "kvrelay.prefill_node.ring_process", *argv]
+    command = [sys.executable, "-m", "kvrelay.prefill_node.rank_child", str(os.getpid()), *argv]
     return [
         subprocess.Popen(  # noqa: S603 - our own program
             command,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from typing import NoReturn
@@ -20,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch li
 from kvrelay.core import otel, pace
 from kvrelay.core.drain import DrainRequests
 from kvrelay.core.errors import ServeError, SettingsError
-from kvrelay.core.lifecycle import StopSignals, die, die_with_parent, end_process, new_incarnation, set_up_logging
+from kvrelay.core.lifecycle import StopSignals, die, end_process, new_incarnation, set_up_logging
 from kvrelay.core.settings import load
 from kvrelay.core.supervise import watch_loop, watch_threads
 from kvrelay.core.types import Counters, Incarnation, Role
@@ -125,8 +124,6 @@ async def _serve(
 
 
 def _follow(settings: PrefillSettings, place: RankPlace) -> None:
-    if place.parent_pid is not None:
-        die_with_parent(place.parent_pid)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # rank 0 says when the ring ends
     uvloop.run(_obey(settings, place))
@@ -166,11 +163,3 @@ def _meet_as_follower(group: RingGroup, loaded: Loaded, settings: PrefillSetting
     )
     group.send_to_leader(record.SerializeToString())
     return node
-
-
-if __name__ == "__main__":  # a further rank, see `spawn_ranks`
-    try:
-        main(sys.argv[1:])
-    except ServeError as err:
-        sys.stderr.write(f"kvrelay prefill: error: {err}\n")
-        sys.exit(1)

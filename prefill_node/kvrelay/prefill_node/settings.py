@@ -15,7 +15,6 @@ from kvrelay.core.settings import NodeSettings
 # On one H200 with DeepSeek-V2-Lite's shape 128K tokens took 5.23 s in chunks of 32K and 5.48 s in one.
 _CPU_CHUNK_TOKENS, _GPU_CHUNK_TOKENS = 1024, 32_768
 _CPU_BLOCK_TOKENS, _GPU_BLOCK_TOKENS = 4096, 32_768
-_PARENT_PID = "KVRELAY_RING_PARENT_PID"
 
 
 class PrefillSettings(NodeSettings):
@@ -69,7 +68,6 @@ class RankPlace:
     ring_size: int
     spawns: bool  # this process starts the other ranks itself
     local_rank: int = 0  # index of its device on this host
-    parent_pid: int | None = None  # of the rank 0 that started this process; None under torchrun
 
 
 def rank_place(settings: PrefillSettings, environ: Mapping[str, str] | None = None) -> RankPlace:
@@ -84,14 +82,12 @@ def rank_place(settings: PrefillSettings, environ: Mapping[str, str] | None = No
     world_size = int(env["WORLD_SIZE"])
     if world_size != settings.ring_size:
         raise SettingsError(f"WORLD_SIZE is {world_size} but --ring-size is {settings.ring_size}; they must be equal")
-    parent = env.get(_PARENT_PID)
     rank = int(env["RANK"])
     return RankPlace(
         rank,
         world_size,
         spawns=False,
         local_rank=int(env.get("LOCAL_RANK", rank)),
-        parent_pid=None if parent is None else int(parent),
     )
 
 
@@ -104,6 +100,5 @@ def child_environment(*, rank: int, ring_size: int, store_port: int) -> dict[str
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 already serves the store
-        _PARENT_PID: str(os.getpid()),
     }
     return os.environ | ours

@@ -1,6 +1,6 @@
 """`python -m faults.lab.node_main PARENT_PID ROLE OPTION...`: a role with fault points, otherwise the product's own.
 
-With the parent 0 it is a further rank of a prefill ring, as `spawn_ranks` starts them.
+With a rank in its environment it is a further one of a prefill ring, as `spawn_ranks` starts them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from kvrelay.core.lifecycle import die_with_parent
 
 
 def main(parent_pid: int, role: str, options: list[str]) -> int:
-    if parent_pid:
-        die_with_parent(parent_pid)
+    die_with_parent(parent_pid)
     board = Switchboard()
     seams.install(role, board)
     name = seams.name_of(options)
-    control.listen(name if parent_pid else f"{name}.rank{os.environ['RANK']}", board)
+    control.listen(f"{name}.rank{os.environ['RANK']}" if "RANK" in os.environ else name, board)
     if role == "prefill":
         ring: Any = import_module("kvrelay.prefill_node.ring_process")
         ring.spawn_ranks = _spawn_ranks
@@ -43,7 +42,7 @@ def _spawn_ranks(argv: Sequence[str], *, ring_size: int, store_port: int) -> lis
 
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "faults.lab.node_main", "0", "prefill", *argv],
+            [sys.executable, "-m", "faults.lab.node_main", str(os.getpid()), "prefill", *argv],
             env=child_environment(rank=rank, ring_size=ring_size, store_port=store_port),
             stdout=subprocess.DEVNULL,
         )
