@@ -23,5 +23,7 @@ def check(commands: Iterable[Command]) -> None:
     Raises:
         SettingsError: one of them would refuse an option or a variable; names it, the value and what is allowed.
     """
-    for command in commands:
-        load(_SETTINGS[command.role], command.options, prog=f"kvrelay {command.role}")
+    # Those that differ in their names only, which may be many, are one case.
+    cases = {(one.role, *(word for word in one.options if word != one.name)): one for one in commands}
+    for one in cases.values():
+        load(_SETTINGS[one.role], one.options, prog=f"kvrelay {one.role}")
