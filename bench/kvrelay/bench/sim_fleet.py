@@ -21,7 +21,7 @@ from kvrelay.router.cost import NodeCost
 from kvrelay.router.fleet import NodeView
 
 _PAGE_TOKENS = 64
-_TIMED_EVERY = 8  # decisions; to read the clock takes as long as many of them
+_TIMED_EVERY = 32  # decisions; where system calls are slow, to read the clock takes half as long as one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +239,10 @@ class FleetSim:
 
     def _view(self, node: Incarnation) -> NodeView:
         """Return the node's record as of now; the same object as before when nothing has changed."""
-        view = self._latest.get(node)
+        one, view = self._prefill.get(node) or self._decode[node], self._latest.get(node)
+        if view is not None and not one.has_changed:
+            return view
+        one.has_changed = False
         if view is None:
             is_prefill = node in self._prefill
             tokens = self._plan.node_tokens if is_prefill else self._plan.decode_tokens

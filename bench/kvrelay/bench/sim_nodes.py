@@ -78,6 +78,7 @@ class SimPrefill:
     hit_blocks: int = 0
     owners: dict[bytes, str] = field(default_factory=dict)  # block -> the request that computes it here
     waiting: dict[str, list[Job]] = field(default_factory=dict)  # owner -> who waits for its blocks
+    has_changed: bool = True  # since its latest heartbeat
     scheduler: ChunkScheduler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,6 +92,7 @@ class SimPrefill:
     def add(self, job: Job) -> None:
         """Take a request; it waits first for a prefix that another request is computing here."""
         self.jobs[job.key] = job
+        self.has_changed = True
         owner = self._owner_ahead(job)
         if owner is not None:
             self.waiting.setdefault(owner, []).append(job)
@@ -132,6 +134,7 @@ class SimPrefill:
     def ended(self, chunk: NextChunk) -> tuple[Job, list[bytes], list[bytes]] | None:
         """Take the end of a chunk; with a prompt's last one return its request, the new blocks and the evicted ones."""
         self.busy_until_s = None
+        self.has_changed = True
         self.scheduler.ran(chunk)
         if not chunk.is_last:
             return None
@@ -158,6 +161,7 @@ class SimDecode:
     context_tokens: float = 0.0
     version: int = 0  # counts the changes of the batch
     paused: bool = False  # the device is doing something else
+    has_changed: bool = True  # since its latest heartbeat
 
     def step_s(self) -> float:
         n = len(self.running)
@@ -183,6 +187,7 @@ class SimDecode:
 
     def _ended(self, now_s: float) -> list[Job]:
         ended = [job for job in self.running.values() if job.tokens_left <= 1e-3]
+        self.has_changed |= bool(ended)
         for job in ended:
             job.finished_s = now_s
             del self.running[job.key]
@@ -201,6 +206,7 @@ class SimDecode:
     def join(self, job: Job) -> None:
         job.tokens_left = job.output_tokens - 1
         self.running[job.key] = job
+        self.has_changed = True
         self.context_tokens += job.prompt_tokens
 
     def next_end_s(self) -> float | None:

@@ -280,15 +280,26 @@ def _best(prefills: Sequence[Score], decodes: Sequence[Score], question: Questio
     if not question.usual_link_s:
         return min(prefills, key=_ORDER), min(decodes, key=_ORDER)
     few = heapq.nsmallest(_JOINT, decodes, key=_ORDER)
-    pairs = ((prefill, decode) for prefill in heapq.nsmallest(_JOINT, prefills, key=_ORDER) for decode in few)
-    return min(pairs, key=lambda both: _order(both[0], both[1], question))
+    pairs = [
+        (decode.must_evict, _together_s(prefill, decode, question), prefill, decode)
+        for prefill in heapq.nsmallest(_JOINT, prefills, key=_ORDER)
+        for decode in few
+    ]
+    # Rings and names decide between equal costs only; to compare those of each pair takes as long as all the rest.
+    least = min(pair[:2] for pair in pairs)
+    equal = [pair[2:] for pair in pairs if pair[:2] == least]
+    return equal[0] if len(equal) == 1 else min(equal, key=lambda both: _order(both[0], both[1], question))
+
+
+def _together_s(prefill: Score, decode: Score, question: Question) -> float:
+    """Return the cost of a pair; those closer than a microsecond are equal, as in `Score.order`."""
+    return round(prefill.total_s + decode.total_s + further_link_s(prefill.node, decode.node, question), 6)
 
 
 def _order(prefill: Score, decode: Score | None, question: Question) -> tuple[object, ...]:
     if decode is None:
         return prefill.order
-    total_s = prefill.total_s + decode.total_s + further_link_s(prefill.node, decode.node, question)
-    return decode.must_evict, round(total_s, 6), *prefill.order[2:], *decode.order[2:]
+    return decode.must_evict, _together_s(prefill, decode, question), *prefill.order[2:], *decode.order[2:]
 
 
 def refusal(node: NodeView, question: Question) -> str | None:
