@@ -291,4 +291,4 @@ def test_loads_of_routers_add_up() -> None:
     }  # fmt: skip
     some = Load(works_s=(0.5,), recent_s=1.0, fetches=(64,))
     summed = together({A: some}, {A: Load(works_s=(0.1,), recent_s=0.5, fetches=(9,))})[A]
-    assert (summed.works_s, summed.recent_s, summed.fetches) == ((0.5, 0.1), 1.5, (64, 9))
+    assert (summed.works_s, summed.recent_s, summed.fetches) == ((0.1, 0.5), 1.5, (64, 9))

@@ -60,7 +60,7 @@ def some_loads(rng: random.Random, nodes: list[NodeView], *, turns: bool) -> dic
     return {
         node.incarnation: Load(
             rng.randrange(9), rng.randrange(5000), rng.randrange(200),
-            tuple(rng.choice((0.01, 0.3, 5.0)) for _ in range(rng.randrange(4))), rng.choice((0.0, 3.0, 60.0)),
+            tuple(sorted(rng.choice((0.01, 0.3, 5.0)) for _ in range(rng.randrange(4)))), rng.choice((0.0, 3.0, 60.0)),
             rng.randrange(200_000), rng.choice(((), (), (5000,), (900, 40_000))), turn if turns else 0,
         )
         for turn, node in enumerate(busy, 1)

@@ -147,7 +147,7 @@ def _sum(one: Load, other: Load) -> Load:
         one.requests + other.requests,
         one.tokens + other.tokens,
         one.pages + other.pages,
-        one.works_s + other.works_s,
+        tuple(sorted(one.works_s + other.works_s)),
         one.recent_s + other.recent_s,
         one.context + other.context,
         one.fetches + other.fetches,

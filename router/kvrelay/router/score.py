@@ -10,6 +10,7 @@ waiting (CROWDING), and a node that has worked more than its share lately has le
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -37,7 +38,9 @@ class Load:
     requests: int = 0
     tokens: int = 0  # prompt tokens to compute
     pages: int = 0
-    works_s: tuple[float, ...] = field(default=(), compare=False)  # predicted time of each request's tokens
+    works_s: tuple[float, ...] = field(
+        default=(), compare=False
+    )  # predicted time of each request's tokens, shortest first
     recent_s: float = field(default=0.0, compare=False)  # work given to the node lately, fading
     context: int = field(default=0, compare=False)  # tokens that the requests will have in a decode step
     fetches: tuple[int, ...] = field(default=(), compare=False)  # tokens of each fetch in flight from the node
@@ -136,10 +139,10 @@ def wait_s(node: NodeView, load: Load, compute: float) -> float:
     of longer ones the chunk in work and now and then a fair turn. Work that only the node told of counts whole.
     """
     works_s = load.works_s
-    # A busy node has a hundred, each placement asks for those of all, and min() would take twice as long.
-    ours, ahead = sum(works_s), sum([work if work < compute else compute for work in works_s])  # noqa: FURB136
+    num_shorter = bisect_left(works_s, compute)
+    ahead = sum(works_s[:num_shorter]) + (len(works_s) - num_shorter) * compute
     queued_s = max(node.queued_tokens, load.tokens) * node.cost.token_s / node.ring_size
-    return ahead + max(0.0, queued_s - ours)
+    return ahead + max(0.0, queued_s - sum(works_s))
 
 
 def backlog_s(node: NodeView, load: Load) -> float:
