@@ -61,7 +61,8 @@ class DecodeColumns:
         loads: Sequence[LoadColumns],
         prefill: NodeView,
     ) -> BestDecodes:
-        """Return the scores of the best `num` nodes, and of as many that had best complete the prompt themselves.
+        """Return the scores of the best `num` nodes, best first, and of as many others at most that had best complete
+        the prompt themselves.
 
         Args:
             nodes, refusing, cached: see `PrefillColumns.best`.
@@ -83,8 +84,8 @@ class DecodeColumns:
         if len(near):
             local_s = steps_s[near] + self._local_s(near, question, cached, active, loads, prefill)
             near = near[first(num, local_s, must_evict[near])]
-            at = np.union1d(at, near)
-        found = [nodes[row] for row in columns.rows[at]]
+            at = np.concatenate([at, np.setdiff1d(near, at)])
+        found = [nodes[row] for row in columns.rows[at].tolist()]
         of_each = (column[at].tolist() for column in (relay_s, steps_s, total_s, must_evict, step_s))
         scores = [
             Score(node, {"relay_s": relay, "steps_s": steps}, total, evicts, step)
@@ -114,6 +115,8 @@ class DecodeColumns:
     def _near(self, question: Question, cached: Ints, takes: Mask) -> Ints:
         """Return the nodes that might complete the prompt themselves."""
         at = (takes & (cached > 0)).nonzero()[0]
+        if not len(at):
+            return at
         held = self._held(question, cached, at)
         return at[(held > 0) & (question.prompt_tokens - held <= self.columns.ints["local_tokens"][at])]
 

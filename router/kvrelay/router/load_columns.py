@@ -17,7 +17,7 @@ _MOST_FADED_S = 20 * RECENT_S  # the common unit of faded work is renewed after 
 _LEAST_ROOM = 64
 
 COUNTS = ("requests", "tokens", "pages", "context", "turn")  # of `Load`; turn: number of the latest request
-_REQUESTS, _TURN = COUNTS.index("requests"), COUNTS.index("turn")
+_REQUESTS, _TOKENS, _TURN = map(COUNTS.index, ("requests", "tokens", "turn"))
 
 T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
@@ -158,6 +158,11 @@ class LoadColumns(Mapping[Incarnation, Load]):
         """Return the counts of the nodes of some slots: a row of COUNTS each."""
         counts: Ints = self._counts[slots]
         return counts
+
+    def tokens(self, slots: Ints) -> Ints:
+        """Return `Load.tokens` of the nodes of some slots."""
+        tokens: Ints = self._counts[slots, _TOKENS]
+        return tokens
 
     def recent_s(self, slots: Ints) -> Floats:
         """Return what is left of the recent work of the nodes of some slots."""

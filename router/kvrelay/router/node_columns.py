@@ -94,6 +94,11 @@ class NodeColumns:
         total = sum(found[1:], found[0]) if found else np.zeros((len(self), len(COUNTS)), np.int64)
         return dict(zip(COUNTS, total.T, strict=True))
 
+    def tokens(self, loads: Sequence[LoadColumns]) -> Ints:
+        """Return the sum of `Load.tokens`."""
+        tokens: Ints = sum([one.tokens(self._join(one).slots) for one in loads], np.zeros(len(self), np.int64))
+        return tokens
+
     def recent_s(self, loads: Sequence[LoadColumns]) -> Floats:
         recent_s: Floats = sum([one.recent_s(self._join(one).slots) for one in loads], np.zeros(len(self)))
         return recent_s

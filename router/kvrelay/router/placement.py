@@ -5,7 +5,6 @@ Prefill and decode are chosen together: both of one page layout, by the sum of t
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -116,8 +115,8 @@ def longest_served(nodes: Iterable[NodeView]) -> int:
 class Candidates:
     """The nodes of one page layout that can take a request, with what it would cost there."""
 
-    prefills: Sequence[Score]
-    decodes: Sequence[Score]  # none when nothing is to be decoded
+    prefills: Sequence[Score]  # best first
+    decodes: Sequence[Score]  # best first; none when nothing is to be decoded
     near: Sequence[NodeView]  # decode nodes that might complete the prompt themselves
     whose_turn: Callable[[NodeView, Score], Turn]  # see `sharing.whose_turn`, from prefill node and best decode node
 
@@ -156,8 +155,8 @@ def _candidates(
 ) -> Candidates:
     of_decode = [decode_score(node, question) for node in decodes] if question.needs_decode else []
     return Candidates(
-        _prefill_scores(prefills, question, sources),
-        of_decode,
+        sorted(_prefill_scores(prefills, question, sources), key=_ORDER),
+        sorted(of_decode, key=_ORDER),
         [node for node in decodes if node.local_tokens],
         lambda prefill, best: sharing.whose_turn(prefill, best, of_decode, question),
     )
@@ -274,16 +273,13 @@ def _prefill_scores(nodes: Sequence[NodeView], question: Question, sources: Sequ
 
 
 def _best(prefills: Sequence[Score], decodes: Sequence[Score], question: Question) -> tuple[Score, Score | None]:
-    """Return the best pair. Only the link depends on both, so the best few of each role are enough to try."""
-    if not decodes:
-        return min(prefills, key=_ORDER), None
-    if not question.usual_link_s:
-        return min(prefills, key=_ORDER), min(decodes, key=_ORDER)
-    few = heapq.nsmallest(_JOINT, decodes, key=_ORDER)
+    """Return the best pair of some that stand best first. Only the link depends on both, so a few are enough to try."""
+    if not decodes or not question.usual_link_s:
+        return prefills[0], decodes[0] if decodes else None
     pairs = [
         (decode.must_evict, _together_s(prefill, decode, question), prefill, decode)
-        for prefill in heapq.nsmallest(_JOINT, prefills, key=_ORDER)
-        for decode in few
+        for prefill in prefills[:_JOINT]
+        for decode in decodes[:_JOINT]
     ]
     # Rings and names decide between equal costs only; to compare those of each pair takes as long as all the rest.
     least = min(pair[:2] for pair in pairs)

@@ -66,19 +66,27 @@ class PrefillColumns:
         recent_s = columns.recent_s(loads)
         recent_s[refusing] = np.inf
         least_s = float(recent_s.min())
-        parts = {
-            "wait_s": self._wait_s(compute_s, loads),
-            "compute_s": compute_s,
-            "crowding_s": CROWDING * compute_s,
-            "eviction_s": self._eviction_s(question, alone_s),
-            "evenness_s": EVENNESS * (recent_s - least_s),
-        }
-        total_s = sum(parts.values(), np.zeros(len(columns)) if fetched is None else fetched.transfer_s)
+        wait_s = self._wait_s(compute_s, loads)
+        eviction_s = self._eviction_s(question, alone_s)
+        evenness_s = EVENNESS * (recent_s - least_s)
+        total_s = wait_s + (1 + CROWDING) * compute_s + eviction_s + evenness_s
+        if fetched is not None:
+            total_s += fetched.transfer_s
         at = first(num, total_s)
-        of_each = zip(*(column[at].tolist() for column in parts.values()), strict=True)
+        of_each = (part[at].tolist() for part in (total_s, wait_s, compute_s, eviction_s, evenness_s))
         scores = [
-            Score(nodes[row], dict(zip(parts, of_one, strict=True)), total)
-            for row, of_one, total in zip(columns.rows[at], of_each, total_s[at].tolist(), strict=True)
+            Score(
+                nodes[row],
+                {
+                    "wait_s": wait,
+                    "compute_s": compute,
+                    "crowding_s": CROWDING * compute,
+                    "eviction_s": eviction,
+                    "evenness_s": evenness,
+                },
+                total,
+            )
+            for row, total, wait, compute, eviction, evenness in zip(columns.rows[at].tolist(), *of_each, strict=True)
         ]
         if fetched is None or not fetched.transfer_s[at].any():
             return scores
@@ -110,7 +118,7 @@ class PrefillColumns:
 
     def _wait_s(self, compute_s: Floats, loads: Sequence[LoadColumns]) -> Floats:
         ints = self.columns.ints
-        placed = self.columns.counts(loads)["tokens"]
+        placed = self.columns.tokens(loads)
         ahead_s, ours_s = self.columns.works_s(loads, compute_s)
         queued_s = np.maximum(ints["queued_tokens"], placed) * self.columns.cost["token_s"] / ints["ring_size"]
         wait_s: Floats = ahead_s + np.maximum(0.0, queued_s - ours_s)
@@ -118,4 +126,5 @@ class PrefillColumns:
 
     def _eviction_s(self, question: Question, alone_s: Floats) -> Floats:
         free = self.columns.ints["free_pages"] * self.columns.ints["page_tokens"]
-        return np.where(free < question.prompt_tokens, EVICTION * alone_s, 0.0)
+        eviction_s: Floats = EVICTION * alone_s * (free < question.prompt_tokens)
+        return eviction_s
