@@ -132,8 +132,9 @@ class Books:
         self.loads().worked(first.node, first.work_s)
         entry.work = self._columns.put(first.node, first.work_s)
         at_work = self.accounts[first.node].at_work
-        for other in at_work.values():
-            other.is_alone = entry.is_alone = False
+        if at_work:
+            entry.is_alone = False
+            next(iter(at_work.values())).is_alone = False  # where there are several, none was
         at_work[id(entry)] = entry
 
     def _hold(self, entry: Entry, node: Incarnation) -> None:

@@ -41,8 +41,11 @@ class Pull:
         return f"{self.transfer_s:.3g} s{others if self.num_others else ''}"
 
 
-def sources_of(nodes: Iterable[NodeView], question: Question) -> Mapping[bytes, Sequence[NodeView]]:
-    """Return the nodes of each page layout that have most of a prompt, and of those the ones with the least to do."""
+def sources_of(nodes: Sequence[NodeView], question: Question) -> Mapping[bytes, Sequence[NodeView]]:
+    """Return the nodes of each page layout that have most of a prompt, and of those the ones with the least to do;
+    nothing when nobody fetches."""
+    if not any(node.pulls for node in nodes):
+        return {}
     by_layout: dict[bytes, list[NodeView]] = {}
     for node in nodes:
         asked = node.incarnation not in question.avoid and node.incarnation not in question.no_pull

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
@@ -45,8 +46,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
         self._work_slot: Ints = np.zeros(_LEAST_ROOM, np.int64)
         self._num_works = 0
         self._free_works: list[int] = []
-        self._works: dict[int, dict[int, float]] = {}  # slot -> its works
-        self._works_s: dict[int, tuple[float, ...]] = {}  # these as `Load` has them, since they were last asked for
+        self._works: dict[int, list[float]] = {}  # slot -> its works, shortest first
         self._fetches: dict[int, dict[int, int]] = {}  # slot -> tokens of what is fetched from it, oldest first
         self._num_fetches = 0  # ever
 
@@ -103,15 +103,13 @@ class LoadColumns(Mapping[Incarnation, Load]):
                 self._work_s, self._work_slot = _longer(self._work_s), _longer(self._work_slot)
         self._changed.add(node)
         self._work_s[at], self._work_slot[at] = work_s, slot
-        self._works.setdefault(slot, {})[at] = work_s
-        self._works_s.pop(slot, None)
+        insort(self._works.setdefault(slot, []), work_s)
         return at
 
     def take(self, at: int) -> None:
         slot = int(self._work_slot[at])
         works = self._works[slot]
-        del works[at]
-        self._works_s.pop(slot, None)
+        del works[bisect_left(works, self._work_s[at])]
         if not works:
             del self._works[slot]
         self._work_s[at] = 0.0
@@ -202,9 +200,7 @@ class LoadColumns(Mapping[Incarnation, Load]):
         recent_s = float(self._recent[slot])
         if not (works or requests or tokens or pages or recent_s or turn or fetches):
             return default
-        works_s = self._works_s.get(slot, ())
-        if works and not works_s:
-            works_s = self._works_s[slot] = tuple(sorted(works.values()))
+        works_s = tuple(works) if works else ()
         fetched = tuple(fetches.values()) if fetches else ()
         return Load(requests, tokens, pages, works_s, recent_s * self._fade, context, fetched, turn)
 
