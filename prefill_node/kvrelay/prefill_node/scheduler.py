@@ -8,8 +8,8 @@ one fair turn), and each of n requests gets a chunk within fair_every * n.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
-from operator import attrgetter
 
 from kvrelay.core.shard import Span
 
@@ -23,13 +23,13 @@ class NextChunk:
 
 @dataclass(slots=True)
 class _Running:
-    request_id: str
     next_token: int
-    tokens_left: int
-    served: int  # number of the turn that served it last; its arrival turn before the first
+    end_token: int
+    arrival: int
 
-
-_TOKENS_LEFT, _SERVED = attrgetter("tokens_left"), attrgetter("served")
+    @property
+    def tokens_left(self) -> int:
+        return self.end_token - self.next_token
 
 
 class ChunkScheduler:
@@ -40,28 +40,32 @@ class ChunkScheduler:
         assert fair_every > 1, "with a fair turn each time nothing would be preferred"
         self._chunk_tokens = chunk_tokens
         self._fair_every = fair_every
-        self._running: dict[str, _Running] = {}  # in the order of arrival, which is that of equal ones too
+        self._running: dict[str, _Running] = {}  # first who was served, or came, longest ago
+        self._by_tokens_left: list[tuple[int, int, str]] = []  # (tokens left, arrival, request), in order
         self._turn = 0
+        self._arrivals = 0
 
     def add(self, request_id: str, tokens: Span) -> None:
         """Begin to schedule the tokens that a request has to compute: at least one."""
         assert request_id not in self._running, f"{request_id} is scheduled already"
         assert tokens.num_tokens > 0, f"{request_id} has nothing to compute"
-        self._running[request_id] = _Running(request_id, tokens.start, tokens.num_tokens, self._turn)
+        self._arrivals += 1
+        self._put(request_id, _Running(tokens.start, tokens.end, self._arrivals))
 
     def remove(self, request_id: str) -> None:
         """Forget a request; unknown ones are ignored, since a cancel may come at any time."""
-        self._running.pop(request_id, None)
+        if request_id in self._running:
+            self._take(request_id)
 
     def next_chunk(self) -> NextChunk | None:
         """Return the chunk to run now, or None when no request is left. Changes nothing: `ran` does."""
         if not self._running:
             return None
         is_fair_turn = (self._turn + 1) % self._fair_every == 0
-        chosen = min(self._running.values(), key=_SERVED if is_fair_turn else _TOKENS_LEFT)
-        num_tokens = min(self._chunk_tokens, chosen.tokens_left)
-        tokens = Span(chosen.next_token, chosen.next_token + num_tokens)
-        return NextChunk(chosen.request_id, tokens, is_last=num_tokens == chosen.tokens_left)
+        chosen = next(iter(self._running)) if is_fair_turn else self._by_tokens_left[0][-1]
+        running = self._running[chosen]
+        end = min(running.next_token + self._chunk_tokens, running.end_token)
+        return NextChunk(chosen, Span(running.next_token, end), is_last=end == running.end_token)
 
     def ran(self, chunk: NextChunk) -> None:
         """Record that a chunk was computed; a request whose last chunk ran leaves."""
@@ -70,11 +74,19 @@ class ChunkScheduler:
         if running is None:  # cancelled while its chunk was in work
             return
         assert running.next_token == chunk.tokens.start, f"{chunk} does not follow {running}"
+        self._take(chunk.request_id)
         running.next_token = chunk.tokens.end
-        running.tokens_left -= chunk.tokens.num_tokens
-        running.served = self._turn
-        if not running.tokens_left:
-            del self._running[chunk.request_id]
+        if running.tokens_left:
+            self._put(chunk.request_id, running)
+
+    def _put(self, request_id: str, running: _Running) -> None:
+        self._running[request_id] = running
+        insort(self._by_tokens_left, (running.tokens_left, running.arrival, request_id))
+
+    def _take(self, request_id: str) -> None:
+        running = self._running.pop(request_id)
+        place = bisect_left(self._by_tokens_left, (running.tokens_left, running.arrival, request_id))
+        del self._by_tokens_left[place]
 
     def tokens_left(self) -> int:
         """Return the tokens that the running requests still have to compute."""
