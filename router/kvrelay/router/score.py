@@ -38,9 +38,8 @@ class Load:
     requests: int = 0
     tokens: int = 0  # prompt tokens to compute
     pages: int = 0
-    works_s: tuple[float, ...] = field(
-        default=(), compare=False
-    )  # predicted time of each request's tokens, shortest first
+    # Predicted time of each request's tokens, shortest first.
+    works_s: tuple[float, ...] = field(default=(), compare=False)
     recent_s: float = field(default=0.0, compare=False)  # work given to the node lately, fading
     context: int = field(default=0, compare=False)  # tokens that the requests will have in a decode step
     fetches: tuple[int, ...] = field(default=(), compare=False)  # tokens of each fetch in flight from the node
