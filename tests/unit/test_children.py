@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -55,13 +56,27 @@ async def test_a_killed_child_takes_along_what_it_has_started(tmp_path: Path) ->
     child.kill()  # legal as often as one likes
 
 
-async def test_who_cannot_be_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    child, other = await a_child(tmp_path, lives_s=0)
-    await child.process.wait()
+async def test_who_cannot_be_killed_is_not_waited_for(tmp_path: Path) -> None:
+    child, other = await a_child(tmp_path, lives_s=60)
 
     began_s = time.monotonic()
     await all_gone([child], within_s=0.1)  # nobody has killed anything
 
     assert runs(other)
     assert time.monotonic() - began_s < 5
+    child.kill()
     await child.wait()
+
+
+async def test_the_number_of_a_child_that_has_ended_may_be_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child, _ = await a_child(tmp_path, lives_s=0)
+    await child.wait()
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, _number: killed.append(group))
+
+    await child.wait()
+    child.kill()
+
+    assert killed == []

@@ -11,14 +11,12 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-
-from kvrelay.core.clock import Deadline
 
 _TAIL_BYTES = 8192
 _POLL_S = 0.01
@@ -42,6 +40,7 @@ class Child:
     command: Command
     process: asyncio.subprocess.Process
     ready: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    _is_over: bool = field(default=False, init=False)  # it has ended, and what it had started was killed
 
     @property
     def alive(self) -> bool:
@@ -64,18 +63,22 @@ class Child:
         What it has started ends too, and a future that waits for `ready` is cancelled.
         """
         status = await self.process.wait()
-        _kill_group(self.process.pid)
+        if not self._is_over:  # once: some time after, the kernel gives the number to others
+            self._is_over = True
+            _kill_group(self.process.pid)
         if not self.ready.done():
             self.ready.cancel()
         return status
 
 
-async def all_gone(children: Iterable[Child], *, within_s: float) -> None:
-    """Wait until killed children and all that they had started have ended."""
-    until = Deadline.after(within_s)
+async def all_gone(children: Collection[Child], *, within_s: float) -> None:
+    """Wait until killed children and all that they had started have ended, but no longer than this."""
     groups = {child.process.pid for child in children}
-    while groups & _running_groups() and not until.passed():  # noqa: ASYNC110 - the kernel is asked, it does not call
-        await asyncio.sleep(_POLL_S)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            await asyncio.gather(*(child.wait() for child in children))
+            while groups & _running_groups():  # noqa: ASYNC110 - the kernel is asked, it does not call
+                await asyncio.sleep(_POLL_S)
 
 
 def _kill_group(leader_pid: int) -> None:

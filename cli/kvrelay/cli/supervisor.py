@@ -11,7 +11,7 @@ from kvrelay.core.clock import monotonic
 from kvrelay.core.errors import UnavailableError
 
 DRAIN_S = 30.0  # then the rest is killed
-KILL_S = 5.0  # within which it has ended, unless the kernel keeps it
+KILL_S = 5.0  # then nobody waits any longer for what was killed: the kernel keeps it
 SHOWN_LINES = 12
 
 
@@ -64,18 +64,21 @@ class Supervisor:
             for child in ending:
                 child.send(signal.SIGTERM)
             await self._wait_or_kill(ending, until_s)
-        for task in (*self._keepers, *self._readers):
-            task.cancel()
-        await asyncio.gather(*self._keepers, *self._readers, return_exceptions=True)
+        await self._end_tasks()
 
     async def kill_all(self) -> None:
-        """End everything at once; return when nothing of it runs."""
+        """End everything at once; return when nothing of it runs, or after KILL_S."""
         self._stopping = True
+        await self._end_tasks()  # one of them may be starting a child anew
         for child in self._children.values():
             child.kill()
-        for child in self._children.values():
-            await child.wait()
         await all_gone(self._children.values(), within_s=KILL_S)
+
+    async def _end_tasks(self) -> None:
+        tasks = (*self._keepers, *self._readers)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _launch(self, command: Command) -> Child:
         child, reader = await start(command)
@@ -145,4 +148,4 @@ class Supervisor:
                 self._say(f"{child.command.name} did not end within {DRAIN_S:.0f} s and is killed")
                 child.kill()
         if late:
-            await asyncio.wait(late)
+            await asyncio.wait(late, timeout=KILL_S)
