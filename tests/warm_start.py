@@ -15,10 +15,11 @@ import inspect
 import json
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
@@ -54,8 +55,8 @@ _PARAMETERS = inspect.signature(_plain_execute)
 _PIPE_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 # What a fork does not do; who asks for it gets a new interpreter.
 _USUAL = {
-    "executable": None, "preexec_fn": None, "pass_fds": (), "shell": False,
-    "gid": None, "gids": None, "uid": None, "umask": -1,
+    "executable": None, "preexec_fn": None, "close_fds": True, "pass_fds": (), "shell": False,
+    "gid": None, "gids": None, "uid": None, "umask": -1, "process_group": -1,
 }  # fmt: skip
 
 
@@ -107,6 +108,7 @@ class _Helper:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._lock = threading.Lock()  # threads of a test may start processes at once
 
     @classmethod
     def of_a_new_interpreter(cls) -> _Helper:
@@ -137,7 +139,11 @@ class _Helper:
     def spawn(
         self, words: list[str], environ: dict[str, str], folder: str, streams: Sequence[int], *, new_session: bool
     ) -> int:
-        """Start a process whose streams 0 to 2 are these, and return its pid."""
+        """Start a process whose streams 0 to 2 are these, and return its pid.
+
+        Raises:
+            OSError: the helper has ended.
+        """
         asked = {
             "words": words,
             "environ": environ,
@@ -145,12 +151,16 @@ class _Helper:
             "new_session": new_session,
             "parent": os.getpid(),
         }
-        _prctl(_SET_CHILD_SUBREAPER, 1)  # only now: who loses a parent at other times goes to init, as it should
-        try:
-            socket.send_fds(self._connection, [json.dumps(asked).encode()], list(streams))
-            return int(self._connection.recv(64))
-        finally:
-            _prctl(_SET_CHILD_SUBREAPER, 0)
+        with self._lock:
+            _prctl(_SET_CHILD_SUBREAPER, 1)  # only now: who loses a parent at other times goes to init, as it should
+            try:
+                socket.send_fds(self._connection, [json.dumps(asked).encode()], list(streams))
+                pid = self._connection.recv(64)
+            finally:
+                _prctl(_SET_CHILD_SUBREAPER, 0)
+        if not pid:
+            raise ChildProcessError("the process that forks for tests has ended")
+        return int(pid)
 
 
 def _serve(connection: socket.socket) -> dict[str, Any]:
@@ -170,18 +180,24 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
 
 
 def _fork_for_another(parent: int) -> int:
-    """Fork a child that becomes `parent`'s: its own parent ends at once, and `parent` takes orphans."""
+    """Fork a child that becomes `parent`'s: its own parent ends at once, and `parent` takes orphans.
+
+    Returns 0 in the child, which ends where `parent` has ended meanwhile.
+    """
     reads, writes = os.pipe()
     between = os.fork()
     if between == 0:
+        first_parent = os.getpid()
         pid = os.fork()
         if pid:
             os.write(writes, str(pid).encode())
             os._exit(0)
         os.close(reads)
         os.close(writes)
-        while os.getppid() != parent:
-            signal.sigtimedwait([], 0.001)
+        while os.getppid() == first_parent:
+            time.sleep(0.001)
+        if os.getppid() != parent:
+            os._exit(1)
         return 0
     os.waitpid(between, 0)
     pid = int(os.read(reads, 64))
@@ -219,7 +235,7 @@ def _run(asked: dict[str, Any]) -> NoReturn:
 
 def _starts_others(words: Sequence[str]) -> bool:
     ring_size = words[words.index("--ring-size") + 1] if "--ring-size" in words else "1"
-    return words[2] == "faults.lab.up_main" or "up" in words[3:4] or ("prefill" in words and ring_size != "1")
+    return words[2:3] == ["faults.lab.up_main"] or "up" in words[3:4] or ("prefill" in words and ring_size != "1")
 
 
 def _rename(words: Sequence[str], environ: dict[str, str]) -> None:
