@@ -72,7 +72,7 @@ async def test_the_command_line_says_so_too(index: EmbeddedServer, model: Path) 
 
     assert process.returncode == 0
     assert out == b"decode is draining to become a prefill node, 7 requests to finish\n"
-    assert err == b"no decode node takes requests then: they end as UNAVAILABLE until that changes\n"
+    assert err == b"afterwards no decode node takes requests: every request ends as UNAVAILABLE until that changes\n"
 
 
 async def test_only_a_name_that_is_or_was_a_nodes_can_be_fenced(index: EmbeddedServer, model: Path) -> None:

@@ -114,7 +114,7 @@ def test_what_only_json_shows_is_refused_without_it(option: tuple[str, ...]) -> 
     assert build_request(build_parser().parse_args(["generate", "text", *option, "--json"]))
 
 
-@pytest.mark.parametrize("text", ["nonsense", "host:", ":8400", "host:0", "host:99999", "host:84x", "http://host"])
+@pytest.mark.parametrize("text", ["nonsense", "host:", ":8400", "host:0", "host:99999", "host:84x", "http://host:80"])
 def test_an_endpoint_that_is_none_is_refused_with_its_limit(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["generate", "text", "--endpoint", text], ["health", text], ["bench", "load", "--endpoint", text]):
         with pytest.raises(SystemExit, match="2"):

@@ -1,4 +1,4 @@
-"""`kvrelay nodes`, `kvrelay drain` and `kvrelay fence`: what runs where, and taking a node out."""
+"""`kvrelay nodes`, `drain`, `role` and `fence`: what runs where, and taking a node out or to the other role."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _drain(options: argparse.Namespace, request: fleet_pb2.DrainNodeRequest, wha
         return _failed(err)
     print(f"{options.node} {what}, {reply.active_requests} requests to finish")
     if reply.missing:
-        print(f"{reply.missing} then: they end as UNAVAILABLE until that changes", file=sys.stderr)
+        print(f"afterwards {reply.missing}: every request ends as UNAVAILABLE until that changes", file=sys.stderr)
     return 0
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from urllib.parse import urlsplit
 
+_PORT = re.compile(r"[0-9]{1,5}")
 _WILDCARDS = frozenset({"0.0.0.0", "[::]", "*"})  # noqa: S104 - compared, not bound
 
 
 def is_address(text: str, *, least_port: int = 0) -> bool:
-    """Return whether a text is host:port."""
-    host, colon, port = text.rpartition(":")
-    return bool(host and colon and port.isascii() and port.isdecimal() and least_port <= int(port) < 2**16)
+    """Return whether a text is host:port; a URL is not."""
+    host, _, port = text.rpartition(":")
+    return bool(host and "/" not in host and _PORT.fullmatch(port) and least_port <= int(port) < 2**16)
 
 
 def advertised(*, bound: str, advertise: str, index_url: str) -> str:

@@ -113,7 +113,7 @@ class NodeSettings(CommonSettings):
         True, description="write scattered pages straight into GPU pools of other processes of this host"
     )
     heartbeat_s: float = Field(
-        2.0, gt=0, description="time between registry heartbeats, with prompts at work a fifth; a record lives three"
+        2.0, gt=0, description="time between registry heartbeats (prefill with a queue: a fifth); a record lives three"
     )
     fence_timeout_s: float = Field(10.0, gt=0, description="pages whose fence is later than this are quarantined")
 

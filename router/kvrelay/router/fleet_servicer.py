@@ -91,7 +91,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         """Tell every node that others write into, draining ones too: decode nodes, and prefill nodes that pull.
 
         Raises:
-            InvalidRequestError: no name, or one that nobody knows, or the life that is meant is registered.
+            InvalidRequestError: there is no name, nobody knows it, or the life that is meant is registered.
         """
         if not request.name:
             raise InvalidRequestError("the name of the node to fence is empty")
@@ -117,8 +117,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         is_known = alive is not None or self._fleet.has_left(request.name) or reply.pages
         if not is_known and not reply.unreached and self._fleet.registry_reachable:
             raise InvalidRequestError(
-                f"no node has the name {request.name!r} or had it since this router started, and none keeps pages from "
-                f"such a one; known: {self._known()}"
+                f"no node has the name {request.name!r}, none that left since this router started had it, and no node "
+                f"keeps pages from it; known: {self._known()}"
             )
         return reply
 
