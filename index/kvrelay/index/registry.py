@@ -13,7 +13,6 @@ from kvrelay.index.client import Keys, ask, connect
 from kvrelay.proto.v1.fleet_pb2 import NodeRecord
 
 LEASE_S = 6.0
-HEARTBEAT_S = 2.0
 _TIMEOUT_S = 1.0
 _START_ID_BYTES = 8
 

@@ -15,8 +15,8 @@ from kvrelay.prefill_node.leases import Leases
 from kvrelay.proto.v1 import fleet_pb2
 
 _CHECKS_PER_LEASE = 10
-# Heartbeats come so many times as often while the last one told of prompts to compute: to a router that work waits here
-# until it hears otherwise, and the next turn of a chat would rather compute all anew elsewhere than wait for it.
+# Heartbeats come so many times as often while the last one told of prompts to compute: until a router hears otherwise,
+# it believes that this work still waits here, and has the next turn of a chat computed anew elsewhere.
 _BUSY_RATE = 5
 log = logging.getLogger(__name__)
 

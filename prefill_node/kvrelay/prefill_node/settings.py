@@ -83,12 +83,7 @@ def rank_place(settings: PrefillSettings, environ: Mapping[str, str] | None = No
     if world_size != settings.ring_size:
         raise SettingsError(f"WORLD_SIZE is {world_size} but --ring-size is {settings.ring_size}; they must be equal")
     rank = int(env["RANK"])
-    return RankPlace(
-        rank,
-        world_size,
-        spawns=False,
-        local_rank=int(env.get("LOCAL_RANK", rank)),
-    )
+    return RankPlace(rank, world_size, spawns=False, local_rank=int(env.get("LOCAL_RANK", rank)))
 
 
 def child_environment(*, rank: int, ring_size: int, store_port: int) -> dict[str, str]:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.router.load_columns import LoadColumns
-from kvrelay.router.node_columns import NodeColumns, first, node_names
+from kvrelay.router.node_columns import NodeColumns, first, node_names, ranks_by_name
 from kvrelay.router.score import CROWDING, Question, Score
 from kvrelay.router.sharing import DecodesInTurn
 
@@ -27,12 +27,16 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class BestDecodes:
-    scores: list[Score]
-    near: list[NodeView]  # of these, those that had best complete the prompt themselves
+    """The decode nodes that may be chosen, and how they take turns."""
+
+    scores: list[Score]  # best first, then those of other `near` ones
+    near: list[NodeView]  # those that had best complete the prompt themselves
     in_turn: DecodesInTurn
 
 
 class DecodeColumns:
+    """The decode nodes of one page layout."""
+
     def __init__(self, nodes: Sequence[NodeView], rows: Sequence[int]) -> None:
         """`rows`: of these nodes in the roster `nodes`."""
         self.columns = NodeColumns(
@@ -43,10 +47,8 @@ class DecodeColumns:
                 "pair_s", "is_measured_local",
             ),
         )  # fmt: skip
-        names = [node.name for node in self.columns.incarnations]
         self._named = node_names(self.columns.incarnations)
-        self._by_name = np.empty(len(names), np.int64)
-        self._by_name[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+        self._by_name = ranks_by_name(self.columns.incarnations)
 
     def update(self, row: int, node: NodeView) -> None:
         self.columns.update(row, node)

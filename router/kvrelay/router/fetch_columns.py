@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvrelay.core.types import LOAD_START_S, Incarnation, Role
 from kvrelay.router.fetch import MOST_SOURCES, start_s, usual_token_s
+from kvrelay.router.node_columns import ranks_by_name
 from kvrelay.router.score import Question
 
 if TYPE_CHECKING:
@@ -27,9 +28,7 @@ class SourceColumns:
         self._row = {node.incarnation: row for row, node in enumerate(nodes)}
         self._pulls = any(node.pulls and node.role is Role.PREFILL for node in nodes)
         self._queued_tokens = np.array([node.queued_tokens for node in nodes], np.int64)
-        names = [node.incarnation.name for node in nodes]
-        self._name_rank = np.empty(len(nodes), np.int64)
-        self._name_rank[sorted(range(len(nodes)), key=names.__getitem__)] = np.arange(len(nodes))
+        self._by_name = ranks_by_name([node.incarnation for node in nodes])
         self._layouts = {node.layout_fingerprint: number for number, node in enumerate(nodes)}
         self._layout = np.array([self._layouts[node.layout_fingerprint] for node in nodes])
 
@@ -44,7 +43,7 @@ class SourceColumns:
         rows = np.flatnonzero(held)
         if not_asked := [self._row[node] for node in question.avoid | question.no_pull if node in self._row]:
             rows = rows[~np.isin(rows, not_asked)]
-        order = rows[np.lexsort((self._name_rank[rows], self._queued_tokens[rows], -held[rows]))]
+        order = rows[np.lexsort((self._by_name[rows], self._queued_tokens[rows], -held[rows]))]
         return {
             layout: order[self._layout[order] == number][:MOST_SOURCES].tolist()
             for layout, number in self._layouts.items()

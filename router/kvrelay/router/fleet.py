@@ -26,7 +26,7 @@ from kvrelay.router.usual import NO_LINKS, UsualLinks, with_usual_costs
 
 log = logging.getLogger(__name__)
 
-_MOST_LEFT = 4096
+_MOST_LEFT = 4096  # names of nodes that have left and are remembered
 ROLE_TO_PB = {Role.PREFILL: fleet_pb2.NODE_ROLE_PREFILL, Role.DECODE: fleet_pb2.NODE_ROLE_DECODE}
 _ROLES = {number: role for role, number in ROLE_TO_PB.items()}
 
@@ -232,7 +232,7 @@ class FleetView:
         links = UsualLinks.of(records)
         views = (view_of(record, links) for record in records)
         nodes = with_usual_costs([node for node in views if node is not None])
-        self._log_changes({node.incarnation: node for node in nodes})
+        self._note_changes({node.incarnation: node for node in nodes})
         self._records = records
         self._told_to_leave &= {node.incarnation for node in nodes}
         self._nodes = {
@@ -247,13 +247,13 @@ class FleetView:
             self._retired.append((self._clock() + self._retire_s, self._channels.pop(endpoint)))
         self._on_change()
 
-    def _log_changes(self, nodes: dict[Incarnation, NodeView]) -> None:
-        for name in nodes.keys() - self._nodes.keys():
-            log.info("node %s joined: %s, ring of %d", name, nodes[name].role.value, nodes[name].ring_size)
-        for name in self._nodes.keys() - nodes.keys():
-            log.info("node %s left", name)
-            self._left[name.name] = None
-            self._left.move_to_end(name.name)
+    def _note_changes(self, nodes: dict[Incarnation, NodeView]) -> None:
+        for node in nodes.keys() - self._nodes.keys():
+            log.info("node %s joined: %s, ring of %d", node, nodes[node].role.value, nodes[node].ring_size)
+        for node in self._nodes.keys() - nodes.keys():
+            log.info("node %s left", node)
+            self._left[node.name] = None
+            self._left.move_to_end(node.name)
             if len(self._left) > _MOST_LEFT:
                 self._left.popitem(last=False)
 

@@ -42,7 +42,9 @@ class _Join:
 class NodeColumns:
     """Some nodes of a roster. They stand in the order of `Score.order` for equal costs: the larger ring, the name."""
 
-    def __init__(self, nodes: Sequence[NodeView], rows: Sequence[int], *, ints: Sequence[str], costs: Sequence[str]):
+    def __init__(
+        self, nodes: Sequence[NodeView], rows: Sequence[int], *, ints: Sequence[str], costs: Sequence[str]
+    ) -> None:
         """`rows`: of the nodes in the roster; `ints`, `costs`: the columns besides those that every role needs."""
         ordered = sorted(rows, key=lambda row: (-nodes[row].ring_size, nodes[row].incarnation.name))
         ints = (*ints, "ring_size", "block_tokens", "page_tokens", "free_pages", "total_pages", "max_model_len")
@@ -100,6 +102,7 @@ class NodeColumns:
         return tokens
 
     def recent_s(self, loads: Sequence[LoadColumns]) -> Floats:
+        """Return the sum of `Load.recent_s`."""
         recent_s: Floats = sum([one.recent_s(self._join(one).slots) for one in loads], np.zeros(len(self)))
         return recent_s
 
@@ -151,3 +154,10 @@ def node_names(incarnations: Sequence[Incarnation]) -> dict[str, list[int]]:
     for place, node in enumerate(incarnations):
         named.setdefault(node.name, []).append(place)
     return named
+
+
+def ranks_by_name(incarnations: Sequence[Incarnation]) -> Ints:
+    """Return which one each node is when they are sorted by name."""
+    ranks = np.empty(len(incarnations), np.int64)
+    ranks[sorted(range(len(incarnations)), key=lambda place: incarnations[place].name)] = np.arange(len(incarnations))
+    return ranks

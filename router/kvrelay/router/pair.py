@@ -23,13 +23,13 @@ class Pair:
     remaining_tokens: int  # that prefill has to compute
     refused: Mapping[str, str]  # node name -> why it was left out
     work_s: float = field(default=0.0, compare=False)  # predicted time of computing them
-    scores: tuple[Score, ...] = field(default=(), compare=False)  # of every node that was not left out
+    # Of every node that was not left out; of a large fleet's, of the best ones.
+    scores: tuple[Score, ...] = field(default=(), compare=False)
     local: Score | None = field(default=None, compare=False)  # set: the decode node computes what is missing itself
     way: str = field(default="", compare=False)  # how the prompt gets to the decode node, and why so
     pull: Pull | None = field(default=None, compare=False)  # set: prefill fetches so much instead of computing it
-    late_pull: Pull | None = field(
-        default=None, compare=False
-    )  # set: it does if it has not yet what is on its way there
+    # Set: it does if it has not yet what is on its way there.
+    late_pull: Pull | None = field(default=None, compare=False)
     load: Load = field(default=NO_LOAD, compare=False)  # of the prefill node
     near: frozenset[Incarnation] = field(default=frozenset(), compare=False)  # decode nodes that were as good, and
     why_shared: str = field(default="", compare=False)  # why of several it is this one

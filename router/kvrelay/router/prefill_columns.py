@@ -25,6 +25,8 @@ Floats = npt.NDArray[np.float64]
 
 
 class PrefillColumns:
+    """The prefill nodes of one page layout."""
+
     def __init__(self, nodes: Sequence[NodeView], rows: Sequence[int]) -> None:
         """`rows`: of these nodes in the roster `nodes`."""
         self.columns = NodeColumns(

@@ -29,8 +29,8 @@ EVENNESS = 0.02  # seconds, per second of recent work more than the node with th
 EXPECTED_OUTPUT_TOKENS = 256  # when a request may generate more than this, expect this
 
 
-# Each placement makes tens of these two. A frozen dataclass takes several times as long to make as one that is not, so
-# these are not, but nobody changes one.
+# Each placement makes tens of loads and scores. A frozen dataclass takes several times as long to make as one that is
+# not, so they are not; still nobody changes one. With a hash a load may be the default of a field.
 @dataclass(slots=True, unsafe_hash=True)
 class Load:
     """What this router has on a node now. Newer than the node's heartbeat; the larger of the two counts."""

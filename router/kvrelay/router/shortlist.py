@@ -45,7 +45,7 @@ class Roster:
         self._columns: _Columns | None = None
 
     def update(self, node: NodeView) -> None:
-        """Take another cost or state of a node, whose role, ring and layout are as they were."""
+        """Take a node's new cost or load, or that it drains; all else about it is as it was."""
         row = self.row[node.incarnation]
         self.nodes[row] = node
         if self._columns is not None:
@@ -133,6 +133,6 @@ class _Layout:
             return None
         prefills = self.prefill.best(_KEPT, nodes, question, no_prompt, cached[prefill.rows], loads, sources)
         if not question.needs_decode:
-            return Candidates(prefills, (), (), lambda _, best: Turn(best.node))
+            return Candidates(prefills, (), (), lambda _, best: Turn(best.node))  # nobody asks
         best = self.decode.best(_KEPT, nodes, question, no_decode, cached[decode.rows], loads, prefills[0].node)
         return Candidates(prefills, best.scores, best.near, partial(best.in_turn.whose_turn, question=question))
