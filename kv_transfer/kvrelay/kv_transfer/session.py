@@ -81,7 +81,8 @@ class ReaderSession:
         """
         legal = TRANSITIONS[self.state].get(type(event))
         if legal is None:
-            raise StaleMessageError(f"{self._name}: {type(event).__name__} is not legal when {self.state.value}")
+            why = f": {self.failure}" if self.failure else ""
+            raise StaleMessageError(f"{self._name}: {type(event).__name__} is not legal when {self.state.value}{why}")
         actions = self._apply(event, now_s)
         assert self.state in legal, f"{type(event).__name__} led to {self.state.value}, not one of {legal}"
         return tuple(actions)

@@ -97,6 +97,10 @@ def _by_name_only(_: Any) -> Any:
     return lambda self, other: type(other) is type(self) and other.name == self.name
 
 
+def _not_by_name_only(_: Any) -> Any:
+    return lambda self, other: type(other) is not type(self) or other.name != self.name
+
+
 def _half_of_them(renew: Any) -> Any:
     def partial(keeper: Any) -> None:
         for grantor in keeper._grantors.values():
@@ -265,7 +269,10 @@ SABOTAGES: dict[str, tuple[Change, ...]] = {
     "ranks_mixed_up": (Change("kv_transfer.session", "ReaderSession._attached", _rank_zero),),
     "one_layout_for_all": (Change("core.layout", "PageLayout.fingerprint", _as_property(b"\0" * 16)),),
     "digests_unchecked": (Change("kv_transfer.transport", "Address.check", _nothing),),
-    "incarnations_by_name": (Change("core.types", "Incarnation.__eq__", _by_name_only),),
+    "incarnations_by_name": (
+        Change("core.types", "Incarnation.__eq__", _by_name_only),
+        Change("core.types", "Incarnation.__ne__", _not_by_name_only),
+    ),
     "tokens_unchecked": (Change("kv_transfer.session", "hmac.compare_digest", _always(True)),),
     # one fate
     "no_avoidance": (
