@@ -239,7 +239,8 @@ class FleetSim:
 
     def _view(self, node: Incarnation) -> NodeView:
         """Return the node's record as of now; the same object as before when nothing has changed."""
-        one, view = self._prefill.get(node) or self._decode[node], self._latest.get(node)
+        one = self._prefill.get(node) or self._decode[node]
+        view = self._latest.get(node)
         if view is not None and not one.has_changed:
             return view
         one.has_changed = False

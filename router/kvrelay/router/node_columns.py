@@ -157,7 +157,7 @@ def node_names(incarnations: Sequence[Incarnation]) -> dict[str, list[int]]:
 
 
 def ranks_by_name(incarnations: Sequence[Incarnation]) -> Ints:
-    """Return which one each node is when they are sorted by name."""
+    """Return each node's rank in the order of names."""
     ranks = np.empty(len(incarnations), np.int64)
     ranks[sorted(range(len(incarnations)), key=lambda place: incarnations[place].name)] = np.arange(len(incarnations))
     return ranks
