@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 from vocabulary import ASSISTANT, BOS, EOS, USER, id_of
 
 IGNORED, TEXT, ANSWER = 0, 1, 2
-MIN_EPISODE_TOKENS = 160
 
 Ids = NDArray[np.int16]
 

@@ -123,7 +123,7 @@ def test_a_truncated_checkpoint_file_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_wrong_dtype_is_refused(tmp_path: Path) -> None:
+def test_a_wrong_dtype_is_refused() -> None:
     done = cli("up", "--model", str(FOLDER), "--dtype", "int4")
 
     assert done.returncode == 2
@@ -141,7 +141,7 @@ def test_a_config_key_that_is_not_supported_is_named(tmp_path: Path) -> None:
     assert "sliding_window" in done.stderr
 
 
-def test_a_model_that_does_not_fit_is_refused_at_once_with_the_bytes(tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_is_refused_at_once_with_the_bytes() -> None:
     free = psutil.virtual_memory().available
     processes = free // 100_000 + 1  # a copy of these weights is larger than that
 

@@ -137,9 +137,7 @@ async def test_a_holder_whose_lease_ran_out_is_forgotten_without_making_the_rest
         await dead._redis.aclose()
 
 
-async def test_a_trimmed_stream_is_a_gap_that_a_snapshot_heals(
-    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_trimmed_stream_is_a_gap_that_a_snapshot_heals(server: EmbeddedServer) -> None:
     redis, held_by_a = Redis.from_url(server.url), list(HASHES[:2])
     async with an_index(server) as index, a_writer(server, A, holding=held_by_a) as writer:
         await exactly(index, {"a": 2})

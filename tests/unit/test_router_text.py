@@ -102,7 +102,7 @@ def test_a_chat_without_a_template_and_a_text_without_a_tokenizer_are_refused(tm
         a_tokenizer(bare, tokenizer=False).text("hello")
 
 
-def test_a_text_that_cannot_fit_is_refused_unread(tmp_path: Path) -> None:
+def test_a_text_that_cannot_fit_is_refused_unread() -> None:
     tokenizer = PromptTokenizer(read_model_files(embedded_checkpoint()))
     longest = longest_token(Tokenizer.from_file(str(embedded_checkpoint() / "tokenizer.json")))
     fits = "x" * (64 * longest)

@@ -53,7 +53,6 @@ class Job:
     slo: str = "standard"
     cached_tokens: int = 0
     alone_s: float = 0.0  # what its chunks took on the device
-    started_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
     tokens_left: float = 0.0
@@ -156,7 +155,6 @@ class SimDecode:
     cost: NodeCost
     max_tokens: int
     running: dict[str, Job] = field(default_factory=dict)
-    reserved_tokens: int = 0
     advanced_s: float = 0.0
     context_tokens: float = 0.0
     version: int = 0  # counts the changes of the batch

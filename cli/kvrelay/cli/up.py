@@ -132,7 +132,7 @@ async def _serve(plan: UpPlan, run_folder: Path, num_gpus: int) -> int:
     try:
         await index.start()
         commands = commands_of(plan, index_url=index.url, num_cores=num_cores, run_folder=run_folder, num_gpus=num_gpus)
-        work = asyncio.create_task(_run(plan, supervisor, commands, say))
+        work = asyncio.create_task(_run(supervisor, commands, say))
         asked = asyncio.create_task(stop.wait())
         await asyncio.wait({work, asked}, return_when=asyncio.FIRST_COMPLETED)
         if not asked.done():
@@ -148,7 +148,7 @@ async def _serve(plan: UpPlan, run_folder: Path, num_gpus: int) -> int:
         await index.stop()
 
 
-async def _run(plan: UpPlan, supervisor: Supervisor, commands: list[Command], say: Callable[[str], None]) -> int:
+async def _run(supervisor: Supervisor, commands: list[Command], say: Callable[[str], None]) -> int:
     endpoints = await supervisor.start(commands, on_ready=lambda name, where: say(f"{name} ready at {where}"))
     for command in commands:
         if command.role == "router":  # a restarted router must be where clients look for it

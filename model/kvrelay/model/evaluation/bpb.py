@@ -5,7 +5,7 @@ least `context_tokens` before them.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -41,8 +41,3 @@ def bits_per_byte(log_probs: Iterable[float], num_bytes: int) -> float:
     if num_bytes <= 0:
         raise ValueError(f"a text of {num_bytes} bytes has no bits per byte")
     return -math.fsum(log_probs) / math.log(2) / num_bytes
-
-
-def scored_bytes(token_bytes: Sequence[int], window: Window) -> int:
-    """Return how many bytes of text the window's scored tokens stand for."""
-    return sum(token_bytes[window.score_from : window.end])
