@@ -118,3 +118,19 @@ async def test_a_registry_without_a_server_says_so() -> None:
 def test_an_index_url_of_something_else_is_refused() -> None:
     with pytest.raises(SettingsError, match="ftp"):
         NodeRegistry("ftp://127.0.0.1", FLEET)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("ftp://me:secret@host/0", "ftp://host/0"),
+        ("redis://me:secret@host:6379/0?socket_timeout=long", "redis://host:6379/0"),
+        ("redis://host/0?password=secret&socket_timeout=long", "redis://host/0"),
+    ],
+)
+def test_a_wrong_index_url_is_named_without_its_password(url: str, shown: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        NodeRegistry(url, FLEET)
+
+    assert f"index_url {shown!r}: " in str(refused.value)
+    assert "secret" not in str(refused.value)

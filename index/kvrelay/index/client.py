@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from redis import exceptions
 from redis.asyncio import Redis
@@ -22,6 +22,7 @@ _LETTERS = {
     (Role.PREFILL, Tier.HOST): b"H",
 }
 _OF_LETTER = {letter: kind for kind, letter in _LETTERS.items()}
+_WHO = re.compile(r"//[^/#]*@")  # user and password in a URL
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def connect(url: str, *, timeout_s: float) -> Redis:
             url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 1)
         )
     except ValueError as err:
-        raise SettingsError(f"index_url {url!r}: {err}") from err
+        raise SettingsError(f"index_url {without_password(url)!r}: {err}") from err
 
 
 async def ask(command: Awaitable[Any]) -> Any:
@@ -126,9 +127,8 @@ async def ping(url: str, *, timeout_s: float) -> None:
 
 
 def without_password(url: str) -> str:
-    """Return a server's address as it may be shown."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
+    """Return a server's address as it may be shown, also one that is malformed."""
+    return _WHO.sub("//", url.partition("?")[0])  # a query may hold a password too
 
 
 def holder_id(node: Incarnation, role: Role, tier: Tier = Tier.DEVICE) -> bytes:
