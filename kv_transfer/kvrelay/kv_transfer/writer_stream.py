@@ -66,6 +66,7 @@ class WriterStream:
             conversation = keep(self._converse(channel), name=f"conversation of {self._name}")
             await asyncio.wait((done,))
             self._outbox.put_nowait(None)
+            self._converses = False  # a fence that comes while decode reads our last words is not among them
             await asyncio.wait((conversation,), timeout=_GOODBYE_S)
             conversation.cancel()
             await asyncio.wait((conversation,))
