@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -32,18 +32,30 @@ def a_record(node: Incarnation) -> fleet_pb2.NodeRecord:
     return fleet_pb2.NodeRecord(node=convert.incarnation_to_pb(node))
 
 
+def a_thread(
+    index: EmbeddedServer,
+    *,
+    fleet: str,
+    heartbeat_s: float,
+    record: Callable[[], fleet_pb2.NodeRecord | None] = lambda: a_record(NODE),
+    leases: Leases | None = None,
+    on_replaced: Callable[[], object] = lambda: None,
+) -> LeaseThread:
+    return LeaseThread(
+        Leases(lease_s=5, on_expired=lambda key, reason: None) if leases is None else leases,
+        NODE,
+        index_url=index.url,
+        fleet=fleet,
+        heartbeat_s=heartbeat_s,
+        record=record,
+        on_replaced=on_replaced,
+    )
+
+
 async def test_a_replaced_node_goes_on_checking_leases_until_it_is_stopped(index: EmbeddedServer) -> None:
     replaced, expired = threading.Event(), threading.Event()
     leases = Leases(lease_s=0.5, on_expired=lambda key, reason: expired.set())
-    thread = LeaseThread(
-        leases,
-        NODE,
-        index_url=index.url,
-        fleet="test",
-        heartbeat_s=0.05,
-        record=lambda: a_record(NODE),
-        on_replaced=replaced.set,
-    )
+    thread = a_thread(index, fleet="test", heartbeat_s=0.05, leases=leases, on_replaced=replaced.set)
     thread.start(wait_s=5)
     registry = NodeRegistry(index.url, "test")
     await registry.register(a_record(NEWER))
@@ -60,14 +72,8 @@ async def test_a_replaced_node_goes_on_checking_leases_until_it_is_stopped(index
 
 async def test_a_stalled_node_leaves_the_registry_and_comes_back_when_it_moves(index: EmbeddedServer) -> None:
     stalled = threading.Event()
-    thread = LeaseThread(
-        Leases(lease_s=5, on_expired=lambda key, reason: None),
-        NODE,
-        index_url=index.url,
-        fleet="stalls",
-        heartbeat_s=0.05,
-        record=lambda: None if stalled.is_set() else a_record(NODE),
-        on_replaced=lambda: None,
+    thread = a_thread(
+        index, fleet="stalls", heartbeat_s=0.05, record=lambda: None if stalled.is_set() else a_record(NODE)
     )
     thread.start(wait_s=5)
     registry = NodeRegistry(index.url, "stalls")
@@ -87,15 +93,7 @@ async def test_a_queue_that_has_ended_is_told_sooner_than_a_heartbeat_comes(inde
     busy, idle = a_record(NODE), a_record(NODE)
     busy.queued_tokens = 1000
     records = [busy]
-    thread = LeaseThread(
-        Leases(lease_s=5, on_expired=lambda key, reason: None),
-        NODE,
-        index_url=index.url,
-        fleet="queues",
-        heartbeat_s=4.0,
-        record=lambda: records[-1],
-        on_replaced=lambda: None,
-    )
+    thread = a_thread(index, fleet="queues", heartbeat_s=4.0, record=lambda: records[-1])
     thread.start(wait_s=5)
     registry = NodeRegistry(index.url, "queues")
     assert await registry.nodes() == [busy]
@@ -118,15 +116,7 @@ def test_a_bug_on_the_lease_thread_is_told_and_does_not_end_it_silently(
     watch_threads(bugs.append)
     leases = Leases(lease_s=0.1, on_expired=lambda key, reason: no_jobs[key])
     leases.open("a#1", request_id="a", holder=ROUTER)
-    thread = LeaseThread(
-        leases,
-        NODE,
-        index_url=index.url,
-        fleet="bugs",
-        heartbeat_s=9,
-        record=lambda: a_record(NODE),
-        on_replaced=lambda: None,
-    )
+    thread = a_thread(index, fleet="bugs", heartbeat_s=9, leases=leases)
     thread.start(wait_s=5)
     ends_s = time.monotonic() + 5
     while not bugs and time.monotonic() < ends_s:
