@@ -72,7 +72,8 @@ class Ring:
         Raises:
             RingError: another rank is at another step or layer.
         """
-        merged = Partial(q_TNK)
+        pairs = [pair for lap in laps for of_rank in lap.pairs for pair in of_rank]
+        merged = Partial(q_TNK, in_fp32=len(pairs) > 2 or len(own_TY) > BLOCK_TOKENS)
         stop = header.stop if self.rank == 0 else False
         for lap in laps:
             chunk_lap = lap.own_slots is None
@@ -128,10 +129,15 @@ class Ring:
 
 
 class Partial:
-    """Attention of T queries over the keys seen so far, in fp32 as soon as two results are joined."""
+    """Attention of T queries over the keys seen so far."""
 
-    def __init__(self, q_TNK: Tensor | None) -> None:
+    def __init__(self, q_TNK: Tensor | None, *, in_fp32: bool = True) -> None:
+        """
+        Args:
+            in_fp32: more than two results may be joined; two are rounded once, like a single one.
+        """
         self._q_TNK = q_TNK
+        self._in_fp32 = in_fp32
         self._out_TNV: Tensor | None = None
         self._lse_TN: Tensor | None = None
 
@@ -166,7 +172,7 @@ class Partial:
             shape = self._q_TNK.shape[:2]
             self._out_TNV = torch.zeros((*shape, out.shape[2]), dtype=torch.float32, device=out.device)
             self._lse_TN = torch.full(shape, -torch.inf, dtype=torch.float32, device=out.device)
-        if self._out_TNV.dtype != torch.float32:
+        if self._in_fp32 and self._out_TNV.dtype != torch.float32:
             self._out_TNV = self._out_TNV.float()
         merge_in_place(self._out_TNV[rows], self._lse_TN[rows], out, lse)
 

@@ -14,7 +14,7 @@ from kvrelay.core.settings import NodeSettings
 
 # On one H200 with DeepSeek-V2-Lite's shape 128K tokens took 5.23 s in chunks of 32K and 5.48 s in one.
 _CPU_CHUNK_TOKENS, _GPU_CHUNK_TOKENS = 1024, 32_768
-_CPU_BLOCK_TOKENS, _GPU_BLOCK_TOKENS = 4096, 32_768
+_CPU_BLOCK_TOKENS, _GPU_BLOCK_TOKENS = 4096, 131_072
 
 
 class PrefillSettings(NodeSettings):
@@ -29,7 +29,7 @@ class PrefillSettings(NodeSettings):
     ring_block_tokens: int = Field(
         0,
         ge=0,
-        description="most rows per rank of one rotating block of earlier tokens; 0 = 4096 on CPUs, 32768 on GPUs",
+        description="most rows per rank of one rotating block of earlier tokens; 0 = 4096 on CPUs, 131072 on GPUs",
     )
     pull_timeout_s: float = Field(
         10.0, ge=0, description="longest time to fetch cached tokens from another node before computing them; 0 = never"
