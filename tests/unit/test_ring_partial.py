@@ -6,8 +6,21 @@ import pytest
 import torch
 
 from kvrelay.core.shard import Span
+from kvrelay.kernels.mla_prefill import attend_block
+from kvrelay.prefill_node import ring
 from kvrelay.prefill_node.ring import Partial
 from kvrelay.prefill_node.ring_plan import Pair
+
+
+@pytest.fixture(autouse=True)
+def a_kernel_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs, where the kernel's result has the precision of the queries."""
+
+    def attend(q_TNK: torch.Tensor, *rest: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, ...]:
+        out_TNV, lse_TN = attend_block(q_TNK, *rest, scale=scale, causal=causal)
+        return out_TNV.to(q_TNK.dtype), lse_TN
+
+    monkeypatch.setattr(ring, "attend_block", attend)
 
 
 def attended(blocks: int, *, in_fp32: bool) -> torch.Tensor:
