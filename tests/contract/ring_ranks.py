@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from kvrelay.core import prefix_hash
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Counters, SampledToken, Sampling
+from kvrelay.kv_transfer.plan import Pages
 from kvrelay.kvcache.host_store import HostStore
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.checkpoint import load_model
@@ -71,7 +71,7 @@ class RecordingWriter:
     sealed_with: tuple[SampledToken | None, int] | None = None
     failure: str | None = None
 
-    def add_part(self, layer: int, tokens: Span, src_pages: Mapping[int, int]) -> None:
+    def add_part(self, layer: int, tokens: Span, src_pages: Pages) -> None:
         positions = range(tokens.start, tokens.end)
         slots = [src_pages[one // PAGE_TOKENS] * PAGE_TOKENS + one % PAGE_TOKENS for one in positions]
         rows = self.pool.read(layer, torch.tensor(slots, device=self.pool.device)).cpu().numpy()

@@ -1,6 +1,6 @@
 """One rank's end of one hand-off: the session between the Attach stream and the transfer thread.
 
-Create it and run it on the event loop; the step thread adds parts and seals.
+Run it on its event loop; the step thread, which may create it, adds parts and seals.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextvars import copy_context
 
-from kvrelay.core.clock import Clock, monotonic
+from kvrelay.core.clock import monotonic
 from kvrelay.core.errors import StaleMessageError
 from kvrelay.core.shard import Span
 from kvrelay.core.supervise import keep
@@ -55,12 +55,13 @@ class WriterEndpoint:
         thread: TransferThread,
         counters: Counters,
         limits: Limits,
-        clock: Clock = monotonic,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         """Take a ticket; its time counts from now.
 
         Args:
             pool: our own; its checksum is called on the step thread.
+            loop: on which it will run; None: the running one.
             counters: of the event loop's thread.
 
         Raises:
@@ -71,17 +72,17 @@ class WriterEndpoint:
         opened = open_ticket(ticket, writer=writer, rank=rank, layout=pool.layout)
         self._ticket, self._address = ticket, opened.address
         self._writer, self._rank, self._pool = writer, rank, pool.summing(opened.checksum_kind)
-        self._thread, self._counters, self._clock = thread, counters, clock
+        self._thread, self._counters = thread, counters
         self._notice_key = NoticeKey.of(opened.epoch, opened.request)
         # A ticket may be used twice, by mistake or on purpose: decode lets in one of the two, and each has its own key.
         self._context = copy_context()  # of the request: what other threads cause is logged under its id
         self._key = f"{opened.epoch}/{rank}/{secrets.token_hex(4)}"
         self._session = WriterSession(
             f"{opened.epoch} rank {rank}",
-            deadline_s=clock() + ticket.timeout_ms / 1000,
+            deadline_s=monotonic() + ticket.timeout_ms / 1000,
             fence_timeout_s=limits.fence_timeout_s,
         )
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop or asyncio.get_running_loop()
         self._postings: dict[int, Posting] = {}
         self._routes = Routes(  # of the thread that adds parts
             pool.layout,
@@ -90,6 +91,7 @@ class WriterEndpoint:
             dst_pool_pages=opened.address.pool_pages,
         )
         self._num_parts = 0
+        self._num_summed = 0  # parts whose checksums came from a device; counted by who waits for them
         self._relayed_bytes = 0
         self._writer_open = False
         self._ticker: asyncio.Task[None] | None = None
@@ -101,7 +103,7 @@ class WriterEndpoint:
             counters=counters,
             limits=limits,
             name=self._key,
-            clock=clock,
+            clock=monotonic,
         )
         self.done: asyncio.Future[Outcome] = self._loop.create_future()
         self.sources_free: asyncio.Future[None] = self._loop.create_future()
@@ -138,7 +140,12 @@ class WriterEndpoint:
             add(self._pool.checksum(ranges))
         else:
             wait = sums.start(ranges)
-            self._later(sums.waiter, lambda: add(wait()))
+
+            def add_summed() -> None:
+                add(wait())
+                self._num_summed += 1
+
+            self._later(sums.waiter, add_summed)
 
     def seal(self, *, first_token: SampledToken | None, cached_tokens: int) -> None:
         """Say that no part will follow; the first token, if one is wanted, comes from rank 0 and only from it."""
@@ -148,8 +155,8 @@ class WriterEndpoint:
             self._call_soon(lambda: self._feed(wt.Seal(first_token, cached_tokens)))
 
         sums = self._pool.device_sums
-        if sums is None:
-            add()
+        if sums is None or self._num_summed == self._num_parts:
+            add()  # without a turn of another thread, for which the second token would wait
         else:  # behind the parts whose checksums are awaited
             self._later(sums.waiter, add)
 
@@ -197,7 +204,7 @@ class WriterEndpoint:
 
     def _feed(self, event: wt.WriterEvent) -> None:
         try:
-            actions = self._session.handle(event, now_s=self._clock())
+            actions = self._session.handle(event, now_s=monotonic())
         except StaleMessageError as err:
             self._counters.add("handoff_events_stale_total")
             log.warning("ignored: %s", err)

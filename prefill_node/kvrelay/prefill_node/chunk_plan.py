@@ -44,7 +44,7 @@ class ChunkPlanner:
         """Return this rank's plan; the pages of the chunk and of everything before it are in `table`."""
         rank, size = self._rank, self._size
         spans = ring_plan.rank_spans(chunk, ring_size=size, align_tokens=self._align_tokens)
-        mine = owned_ranges(chunk, table.owners.tolist(), rank=rank, page_tokens=table.page_tokens)
+        mine = owned_ranges(chunk, table.owners, rank=rank, page_tokens=table.page_tokens)
         foreign = [span for source in range(size) if source != rank for span in spans[source]]
         kept = [self._kept(table, block) for block in spans]
         chunk_lap = Lap(
@@ -80,4 +80,6 @@ class ChunkPlanner:
         stored = ring_plan.stored_rows(table, block, rank=self._rank)
         if not len(stored.rows):
             return None
-        return Kept(to_device(stored.rows, self._device), to_device(stored.slots, self._device))
+        is_whole = len(stored.rows) == sum(span.num_tokens for span in block)
+        rows = None if is_whole else to_device(stored.rows, self._device)
+        return Kept(rows, to_device(stored.slots, self._device))

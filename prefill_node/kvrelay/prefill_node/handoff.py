@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from kvrelay.core import tracing
 from kvrelay.core.errors import ServeError
@@ -14,6 +14,7 @@ from kvrelay.core.types import Counters, Incarnation, SampledToken
 from kvrelay.kv_transfer.agent_thread import TransferThread
 from kvrelay.kv_transfer.local import Limits
 from kvrelay.kv_transfer.outcome import Failed, Outcome
+from kvrelay.kv_transfer.plan import Pages
 from kvrelay.kv_transfer.pool_agent import local_pool
 from kvrelay.kv_transfer.writer_endpoint import WriterEndpoint
 from kvrelay.kvcache.pool import LatentPool
@@ -53,28 +54,30 @@ class WriterOpener:
 
     def __call__(self, ticket: handoff_pb2.Ticket) -> Writer:
         """Start to attach to the ticket's node; parts may be added at once."""
-        try:
-            # The loop never waits for this thread, so this takes no longer than a turn of the loop.
-            return asyncio.run_coroutine_threadsafe(self._start(ticket), self._loop).result()
-        except ServeError as err:
-            return RefusedWriter(str(err))
+        # Made here, without a turn of the loop: the first chunk waits for this.
+        with tracing.about(ticket.request.request_id):
+            try:
+                endpoint = WriterEndpoint(
+                    ticket=ticket,
+                    writer=self._node,
+                    rank=self._rank,
+                    pool=self._pool,
+                    thread=self._transfer,
+                    counters=self.counters,
+                    limits=self._limits,
+                    loop=self._loop,
+                )
+            except ServeError as err:
+                return RefusedWriter(str(err))
+            writer = EndpointWriter(endpoint, self._wake)
+            self._loop.call_soon_threadsafe(self._start, endpoint, ticket.request.request_id)
+        return writer
 
-    async def _start(self, ticket: handoff_pb2.Ticket) -> EndpointWriter:
-        tracing.request_id.set(ticket.request.request_id)  # of this task, and of all that it starts
-        endpoint = WriterEndpoint(
-            ticket=ticket,
-            writer=self._node,
-            rank=self._rank,
-            pool=self._pool,
-            thread=self._transfer,
-            counters=self.counters,
-            limits=self._limits,
-        )
-        writer = EndpointWriter(endpoint, self._wake)
-        run = keep(endpoint.run(), name=f"hand-off {ticket.request.request_id}")
+    def _start(self, endpoint: WriterEndpoint, request_id: str) -> None:
+        """Run it; its task and all that this starts are of the request, as the context is of whom asked for it."""
+        run = keep(endpoint.run(), name=f"hand-off {request_id}")
         self._runs.add(run)
         run.add_done_callback(self._runs.discard)
-        return writer
 
 
 class EndpointWriter:
@@ -89,7 +92,7 @@ class EndpointWriter:
         endpoint.done.add_done_callback(self._on_done)
         endpoint.sources_free.add_done_callback(self._on_sources_free)
 
-    def add_part(self, layer: int, tokens: Span, src_pages: Mapping[int, int]) -> None:
+    def add_part(self, layer: int, tokens: Span, src_pages: Pages) -> None:
         self._endpoint.add_part(layer, tokens, src_pages)
 
     def seal(self, *, first_token: SampledToken | None, cached_tokens: int) -> None:
@@ -122,7 +125,7 @@ class RefusedWriter:
     def __init__(self, failure: str) -> None:
         self.failure = failure
 
-    def add_part(self, layer: int, tokens: Span, src_pages: Mapping[int, int]) -> None:
+    def add_part(self, layer: int, tokens: Span, src_pages: Pages) -> None:
         """Nothing leaves."""
 
     def seal(self, *, first_token: SampledToken | None, cached_tokens: int) -> None:

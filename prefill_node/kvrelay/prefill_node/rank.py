@@ -272,7 +272,7 @@ class RankWorker:
 
     def _keep_own(self, layer: int, stored_TY: Tensor, plan: ChunkPlan) -> None:
         if plan.own_kept is not None:
-            self._pool.write_stored(layer, plan.own_kept.slots, stored_TY.index_select(0, plan.own_kept.rows))
+            self._pool.write_stored(layer, plan.own_kept.slots, plan.own_kept.of(stored_TY))
 
     def _close(self, key: str, *, abort: bool) -> None:
         request = self._requests[key]

@@ -8,12 +8,12 @@ they delay neither the compute nor the new rows.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvrelay.core.shard import Span
 from kvrelay.core.types import SampledToken
-from kvrelay.kv_transfer.plan import owned_ranges
+from kvrelay.kv_transfer.plan import Pages, owned_ranges
 from kvrelay.prefill_node.ring_plan import PageTable
 
 # One portion of backlog: at 10 GB/s of checksums and 1 KiB rows well under a millisecond.
@@ -23,7 +23,7 @@ PORTION_TOKENS = 8192
 class PartWriter(Protocol):
     """What the relay needs of a WriterEndpoint. Called on the step thread."""
 
-    def add_part(self, layer: int, tokens: Span, src_pages: Mapping[int, int]) -> None:
+    def add_part(self, layer: int, tokens: Span, src_pages: Pages) -> None:
         """Checksum rows that are final and queue their write; src_pages names the page of each prompt page."""
         ...
 
@@ -80,13 +80,13 @@ class Relay:
         return bool(self._backlog)
 
     def _add(self, layer: int, tokens: Span) -> None:
-        self._writer.add_part(layer, tokens, self._table.pages_of(tokens))
+        self._writer.add_part(layer, tokens, self._table.pages)
 
     def _portions(self, tokens: Span) -> list[Span]:
         wanted = tokens.intersect(Span(self._resident_tokens, tokens.end))
         if wanted is None:
             return []
-        owned = owned_ranges(wanted, self._table.owners.tolist(), rank=self._rank, page_tokens=self._table.page_tokens)
+        owned = owned_ranges(wanted, self._table.owners, rank=self._rank, page_tokens=self._table.page_tokens)
         return [
             Span(start, min(start + PORTION_TOKENS, span.end))
             for span in owned

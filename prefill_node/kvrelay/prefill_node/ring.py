@@ -33,8 +33,12 @@ BLOCK_TOKENS = 32_768
 class Kept:
     """Rows of a passing block that belong in this rank's pages. int64 on the pool's device."""
 
-    rows: Tensor
+    rows: Tensor | None  # None: all of the block
     slots: Tensor
+
+    def of(self, block_BY: Tensor) -> Tensor:
+        """Return these rows, in the order of their slots."""
+        return block_BY if self.rows is None else block_BY.index_select(0, self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ class Ring:
 
     def _keep(self, layer: int, block_BY: Tensor, kept: Kept | None) -> None:
         if kept is not None:
-            self._pool.write_stored(layer, kept.slots, block_BY.index_select(0, kept.rows))
+            self._pool.write_stored(layer, kept.slots, kept.of(block_BY))
 
     def _buffer(self, which: int, lap: Lap, like: Tensor) -> Tensor:
         """Return one of two receive buffers; a hop reads one (and sends it on) while it fills the other."""

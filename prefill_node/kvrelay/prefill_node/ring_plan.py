@@ -60,11 +60,6 @@ class PageTable:
         self.owners[where] = rank
         self.pages[where] = np.arange(first_page, first_page + num_pages)
 
-    def pages_of(self, tokens: Span) -> dict[int, int]:
-        """Return, for each prompt page that `tokens` touches, its page number in its owner's pool."""
-        first, end = tokens.start // self.page_tokens, -(-tokens.end // self.page_tokens)
-        return dict(zip(range(first, end), self.pages[first:end].tolist(), strict=True))
-
 
 def rank_spans(chunk: Span, *, ring_size: int, align_tokens: int) -> tuple[tuple[Span, ...], ...]:
     """Return, per rank, the positions it computes: at most two spans, never empty ones, adjacent ones joined."""
