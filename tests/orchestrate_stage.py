@@ -54,6 +54,9 @@ class PlayedPrefill(prefill_pb2_grpc.PrefillNodeServicer):
     knows: bool = True
     scored: tuple[tuple[float, ...], ...] = ()  # log-probabilities of prompt tokens, per chunk
     break_after_scored: bool = False
+    tickets: list[handoff_pb2.Ticket] = field(default_factory=list)  # that came late
+    ticketed: asyncio.Event = field(default_factory=asyncio.Event)
+    refuse_ticket: Callable[[], ServeError] | None = None
 
     async def Prefill(self, request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         self.calls.append(request)
@@ -84,6 +87,14 @@ class PlayedPrefill(prefill_pb2_grpc.PrefillNodeServicer):
             self.cancelled += 1
             self.left.set()
             raise
+
+    async def GiveTicket(self, request: Any, context: Any) -> prefill_pb2.GiveTicketReply:
+        async with grpc_status(context):
+            if self.refuse_ticket is not None:
+                raise self.refuse_ticket()
+        self.tickets.append(request.ticket)
+        self.ticketed.set()
+        return prefill_pb2.GiveTicketReply()
 
     async def Abort(self, request: Any, context: Any) -> common_pb2.AbortReply:
         self.aborts.append(request)
@@ -160,6 +171,7 @@ class PlayedNode:
     endpoint: str
     ring_size: int = 1
     layout_fingerprint: bytes = b"layout"
+    takes_late_tickets: bool = False
 
 
 @dataclass

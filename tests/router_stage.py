@@ -52,6 +52,9 @@ class Played:
     renewed: set[str] = field(default_factory=set)
     drained: int = 0
 
+    async def GiveTicket(self, request: Any, context: Any) -> prefill_pb2.GiveTicketReply:
+        return prefill_pb2.GiveTicketReply()
+
     async def Abort(self, request: Any, context: Any) -> common_pb2.AbortReply:
         self.aborted.append(request.reason)
         return common_pb2.AbortReply(was_active=True)

@@ -28,7 +28,9 @@ from repo import ROOT
 
 ALERTS = ROOT / "compose" / "prometheus" / "alerts.yml"
 DASHBOARD = ROOT / "compose" / "grafana" / "dashboards" / "kvrelay.json"
-TIME = TimeSplit(1, 2, 3, 4, 50, 5, 6, 7, 8, 9, ttft_ms=65, second_token_ms=95, total_ms=200)
+TIME = TimeSplit(
+    1, 2, 3, 4, 50, 5, 6, 7, 8, 9, ttft_ms=65, second_token_ms=95, total_ms=200, compute_ms=40, decode_step_ms=6
+)
 STATS = common_pb2.NodeStats(
     total_pages=10, free_pages=4, cached_pages=3, pinned_pages=2, quarantined_pages=1,
     sessions={"receiving": 2}, active_requests=5, queued_requests=1, counters=dict.fromkeys(COUNTERS, 7.0),

@@ -58,6 +58,7 @@ class First:
 class Done:
     reason: FinishReason
     step_s: float  # mean
+    first_step_s: float
     num_tokens: int
 
 
@@ -98,6 +99,7 @@ class Record:
     output: list[int] = field(default_factory=list)  # the first token included
     num_steps: int = 0
     steps_s: float = 0.0
+    first_step_s: float = 0.0
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
 
     @property
@@ -134,7 +136,7 @@ class Record:
         return SamplerState(self.ask.sampling, self.ask.prompt_T, self.ask.num_sent_tokens)
 
     def done(self, reason: FinishReason) -> Done:
-        return Done(reason, self.steps_s / max(self.num_steps, 1), self.num_steps)
+        return Done(reason, self.steps_s / max(self.num_steps, 1), self.first_step_s, self.num_steps)
 
     def admitted(self, at_s: float) -> Admitted:
         assert self.handoff is not None, f"{self.epoch} was not handed over"

@@ -98,6 +98,7 @@ class RunningRequests:
         if isinstance(chosen.token, ServeError):
             self._over(record, chosen.token)
             return
+        record.first_step_s = record.first_step_s or step_s
         record.num_steps += 1
         record.steps_s += step_s
         record.output.append(chosen.token.token_id)

@@ -141,7 +141,10 @@ async def _events(record: Record) -> AsyncIterator[decode_pb2.DecodeEvent]:
             yield decode_pb2.DecodeEvent(first=first)
         elif isinstance(event, Done):
             done = decode_pb2.DecodeDone(
-                reason=convert.finish_to_pb(event.reason), step_ms=event.step_s * 1000, num_tokens=event.num_tokens
+                reason=convert.finish_to_pb(event.reason),
+                step_ms=event.step_s * 1000,
+                num_tokens=event.num_tokens,
+                first_step_ms=event.first_step_s * 1000,
             )
             yield decode_pb2.DecodeEvent(done=done)
             return

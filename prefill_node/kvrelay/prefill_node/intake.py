@@ -26,6 +26,11 @@ class NodeFacts:
     cache_window_tokens: int | None  # longer requests neither publish nor use cached blocks; None = no limit
     max_request_s: float
 
+    @property
+    def takes_late_tickets(self) -> bool:
+        """Only between steps could the other ranks of a ring be told of one."""
+        return self.ring_size == 1
+
 
 async def job_of(request: prefill_pb2.PrefillRequest, facts: NodeFacts) -> Job:
     """Return a request as a job; its prompt is hashed beside the event loop.
@@ -50,7 +55,9 @@ async def job_of(request: prefill_pb2.PrefillRequest, facts: NodeFacts) -> Job:
         raise InvalidRequestError(f"{request.num_sent_tokens} sent tokens in a prompt of {len(prompt_T)}")
     ticket = request.ticket if request.HasField("ticket") else None
     if ticket is not None:
-        _check_ticket(ticket, request.request, len(prompt_T), facts)
+        check_ticket(ticket, request.request, len(prompt_T), facts)
+    if request.ticket_follows and (ticket is not None or not facts.takes_late_tickets):
+        raise InvalidRequestError("a ticket that follows is one too many here")
     hashes: list[bytes] = []
     window, length = facts.cache_window_tokens, len(prompt_T) + request.sampling.max_tokens
     if request.prefix_seed and (window is None or length <= window):
@@ -62,10 +69,15 @@ async def job_of(request: prefill_pb2.PrefillRequest, facts: NodeFacts) -> Job:
         num_sent_tokens=request.num_sent_tokens,
         block_hashes=tuple(hashes),
         ticket=ticket,
+        ticket_follows=request.ticket_follows,
     )
 
 
-def _check_ticket(ticket: handoff_pb2.Ticket, ref: common_pb2.RequestRef, prompt_tokens: int, facts: NodeFacts) -> None:
+def check_ticket(ticket: handoff_pb2.Ticket, ref: common_pb2.RequestRef, prompt_tokens: int, facts: NodeFacts) -> None:
+    """
+    Raises:
+        StaleMessageError, InvalidRequestError, LayoutMismatchError: the ticket is not for this request and node.
+    """
     if ticket.layout_fingerprint != facts.layout.fingerprint:
         theirs, ours = ticket.layout_fingerprint.hex(), facts.layout.fingerprint.hex()
         raise LayoutMismatchError(f"decode's page layout is {theirs}, this node's is {ours}")

@@ -24,6 +24,7 @@ class Progress:
 class FirstToken:
     token: SampledToken
     finish_reason: FinishReason | None  # set when the request ends with this token
+    compute_s: float = 0.0  # from the plan of its first chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ def open_message(record: JobRecord, *, page_tokens: int) -> ring_pb2.RingOpen:
         cached_tokens=cached_tokens,
         cached_pages=owned_runs(record.pages.pages, Span(0, record.sent_pages)),
         ticket=job.ticket,
+        ticket_follows=job.ticket_follows,
         prompt_logprobs=job.sampling.prompt_logprobs,
     )
 

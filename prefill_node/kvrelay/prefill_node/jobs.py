@@ -27,6 +27,7 @@ class Job:
     num_sent_tokens: int = 0
     block_hashes: tuple[bytes, ...] = ()  # empty: neither publishes nor uses cached blocks
     ticket: handoff_pb2.Ticket | None = None
+    ticket_follows: bool = False  # it comes while the prompt is computed
 
     @property
     def usable_hashes(self) -> tuple[bytes, ...]:

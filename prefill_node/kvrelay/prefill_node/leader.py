@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import RequestCancelledError, ServeError, TransferError
@@ -27,7 +27,7 @@ from kvrelay.prefill_node.prompt_logprobs import join
 from kvrelay.prefill_node.pushes import Push
 from kvrelay.prefill_node.rank import RankWorker, StepResult
 from kvrelay.proto.convert import span_from_pb
-from kvrelay.proto.v1 import ring_pb2
+from kvrelay.proto.v1 import handoff_pb2, ring_pb2
 
 IDLE_TICK_S = 2.0  # keeps the ring's waits under the group timeout
 FILL_TICK_S = 0.02  # while other ranks fetch; what they report comes with a step
@@ -91,11 +91,14 @@ class Leader:
         self._sinks: dict[str, Sink] = {}
         self._fill_sinks: dict[str, FillSink] = {}
         self._jobs: dict[str, Job] = {}
+        self._opened_s: dict[str, float] = {}
+        self._tickets: dict[str, handoff_pb2.Ticket] = {}  # that came late; put there by any thread, as in a set
         self._cancelled: set[str] = set()  # written by any thread; a set's add and test are atomic
         self._shut_down = threading.Event()
         self._relay_pending = False
         self._tick_s = BUSY_TICK_S
         self._ended_at_prefill: list[str] = []
+        worker.late_ticket = self._take_ticket
 
     def submit(self, job: Job, sink: Sink) -> None:
         """Queue a job; refusals arrive at the sink too."""
@@ -112,6 +115,15 @@ class Leader:
     def give_up_fill(self, key: str, reason: str) -> None:
         """End a fill early; legal at any time."""
         self._commands.put(lambda: self._control.give_up_fill(key, reason))
+
+    def give_ticket(self, key: str, ticket: handoff_pb2.Ticket) -> None:
+        """Bring the ticket of a submitted job; a chunk of it that is in work sees it at its next layer."""
+        self._tickets[key] = ticket
+        self._commands.put(lambda: self._drop_ticket_of_gone(key))
+
+    def fail(self, key: str, error: ServeError) -> None:
+        """End a job with an error; unknown keys are ignored."""
+        self._commands.put(lambda: self._fail(key, error))
 
     def cancel(self, key: str, reason: str) -> None:
         """End a job or a push; a chunk of it that is in work stops at its next layer. Unknown keys are ignored."""
@@ -211,16 +223,18 @@ class Leader:
         elif job.sampling.max_tokens == 1:
             reason = FinishReason.LENGTH
         relay = self._worker.relay_of(key)
+        compute_s = self._clock() - self._opened_s.pop(key)
         if reason is not None or relay is None:
             self._ended_at_prefill.append(key)
         else:  # before the client is told: its second token waits for this
             relay.seal(first_token=chosen, cached_tokens=self._control.cached_tokens(key))
-        self._tell(key, FirstToken(chosen, reason))
+        self._tell(key, FirstToken(chosen, reason, compute_s))
 
     def _deliver(self, events: list[jobs.Event]) -> None:
         for event in events:
             match event:
                 case jobs.Opened():
+                    self._opened_s[event.key] = self._clock()
                     self._tell(event.key, Started(event.cached_tokens, event.queue_s * 1e3))
                 case jobs.Computed():
                     self._tell(event.key, Progress(event.tokens))
@@ -233,6 +247,8 @@ class Leader:
                 case jobs.Gone():
                     self._cancelled.discard(event.key)
                     self._jobs.pop(event.key, None)
+                    self._opened_s.pop(event.key, None)
+                    self._tickets.pop(event.key, None)
 
     def _submit(self, job: Job, sink: Sink) -> None:
         try:
@@ -262,6 +278,20 @@ class Leader:
             self._cancelled.discard(key)
             return
         self._end(key, Failed(RequestCancelledError(reason)), reason)
+
+    def _fail(self, key: str, error: ServeError) -> None:
+        if key in self._sinks:
+            self._end(key, Failed(error), str(error))
+
+    def _take_ticket(self, key: str) -> handoff_pb2.Ticket | None:
+        ticket = self._tickets.pop(key, None)
+        if ticket is not None:
+            self._jobs[key] = replace(self._jobs[key], ticket=ticket)
+        return ticket
+
+    def _drop_ticket_of_gone(self, key: str) -> None:
+        if key not in self._jobs:
+            self._tickets.pop(key, None)
 
     def _end(self, key: str, event: JobEvent, reason: str) -> None:
         """Give up what is left of a job's hand-off and let its pages go."""

@@ -39,6 +39,7 @@ def event_to_pb(event: JobEvent, received_s: float, pulled_tokens: int) -> prefi
                 token=sampled_to_pb(event.token),
                 finish_reason=finish_to_pb(event.finish_reason),
                 prefill_ms=(monotonic() - received_s) * 1e3,
+                compute_ms=event.compute_s * 1e3,
             )
             return prefill_pb2.PrefillEvent(first_token=first)
         case Done():

@@ -23,6 +23,7 @@ from kvrelay.prefill_node.device_queue import DeviceQueue, TimedChunk, to_device
 from kvrelay.prefill_node.group import Header
 from kvrelay.prefill_node.host_copier import HostCopier
 from kvrelay.prefill_node.jobs import job_key
+from kvrelay.prefill_node.late_relay import LateRelay
 from kvrelay.prefill_node.prompt_logprobs import score
 from kvrelay.prefill_node.rank_request import Fetcher, RankRequest, Writer
 from kvrelay.prefill_node.relay import Relay
@@ -30,6 +31,8 @@ from kvrelay.prefill_node.ring import Ring
 from kvrelay.prefill_node.ring_plan import PageTable
 from kvrelay.proto.convert import prompt_logprobs_to_pb, span_from_pb, unpack_ids
 from kvrelay.proto.v1 import handoff_pb2, ring_pb2
+
+LateTicket = Callable[[str], handoff_pb2.Ticket | None]  # of a request, once it is there
 
 TRANSFER_STUCK = "transfer_stuck_s_max"  # a counter of every rank: see TransferThread.stuck_s
 
@@ -80,6 +83,7 @@ class RankWorker:
         self._fetcher: Fetcher | None = None
         self._more_counters = more_counters
         self._transfer_stuck_s = transfer_stuck_s
+        self.late_ticket: LateTicket = lambda _: None  # set before the first step where tickets may come late
         self.copier: HostCopier | None = None  # set before the first step when host memory is behind the cache
         self._requests: dict[str, RankRequest] = {}
         self._queue = DeviceQueue.of(pool.device)
@@ -120,12 +124,12 @@ class RankWorker:
             self._close(key, abort=key in step.aborts)
         with self._relaying():
             for request in self._requests.values():
-                if request.relay is not None:
-                    request.relay.pump()
+                if (relay := self._relay_now(request)) is not None:
+                    relay.pump()
         timed = None if self._queue is None else self._queue.take_timed()
         return StepResult(self._report(step.step_id, ran), timed, ran.logits_V)
 
-    def relay_of(self, key: str) -> Relay | None:
+    def relay_of(self, key: str) -> Relay | LateRelay | None:
         """Return the relay of a request that is open here, so that rank 0 can seal it with the first token."""
         request = self._requests.get(key)
         return None if request is None else request.relay
@@ -152,6 +156,8 @@ class RankWorker:
         request = RankRequest(key, opened.prompt_tokens, opened.cached_tokens, table, opened.prompt_logprobs)
         if opened.HasField("ticket"):
             self._relay(request, opened.ticket).queue_cached(opened.cached_tokens)
+        elif opened.ticket_follows:
+            request.relay = LateRelay()
         self._requests[key] = request
 
     def _open_push(self, push: ring_pb2.RingPush) -> None:
@@ -165,16 +171,26 @@ class RankWorker:
             relay.seal(first_token=None, cached_tokens=0)
         self._requests[push.key] = request
 
+    def _relay_now(self, request: RankRequest) -> Relay | LateRelay | None:
+        """Return the relay of a request, begun now if its ticket has just come."""
+        late = request.relay
+        if isinstance(late, LateRelay) and (ticket := self.late_ticket(request.key)) is not None:
+            relay = self._relay(request, ticket)
+            relay.queue_cached(request.cached_tokens)
+            with self._relaying():
+                late.pass_to(relay)
+        return request.relay
+
     def _relay(self, request: RankRequest, ticket: handoff_pb2.Ticket) -> Relay:
         request.writer = self._open_writer(ticket)
-        request.relay = Relay(
+        request.relay = relay = Relay(
             request.writer,
             request.table,
             rank=self._ring.rank,
             resident_tokens=ticket.resident_tokens,
             num_layers=self._pool.layout.num_layers,
         )
-        return request.relay
+        return relay
 
     def _run_chunk(self, step_id: int, chunk: ring_pb2.RingChunk, should_stop: Callable[[], bool]) -> _Ran:
         """Compute one chunk; the logits after the prompt's last token come from rank 0."""
@@ -214,7 +230,7 @@ class RankWorker:
     ) -> Tensor | None:
         """Return hidden_TD after the last layer (empty for a rank without rows), or None when the ring stopped."""
         has_rows = len(plan.positions_T) > 0
-        device, relay = self._pool.device, request.relay
+        device = self._pool.device
         hidden_TD = torch.empty(0, device=device)
         q_TNK, stored_TY = None, self._pool.rows(0)[:0]
         if has_rows:
@@ -228,6 +244,7 @@ class RankWorker:
                 projected = layer.project(hidden_TD, rope)
                 q_TNK, stored_TY = projected.q_TNK, self._pool.stored(projected.rows_TW)
                 self._keep_own(index, stored_TY, plan)
+            relay = self._relay_now(request)
             if relay is not None:
                 with self._relaying():
                     relay.rows_final(index, plan.early)

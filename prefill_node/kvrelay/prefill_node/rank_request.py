@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvrelay.prefill_node.late_relay import LateRelay
 from kvrelay.prefill_node.relay import PartWriter, Relay
 from kvrelay.prefill_node.ring_plan import PageTable
 from kvrelay.proto.v1 import ring_pb2
@@ -42,7 +43,7 @@ class RankRequest:
     wants_logprobs: bool = False
     is_push: bool = False  # of cached blocks, to another prefill node
     writer: Writer | None = None
-    relay: Relay | None = None
+    relay: Relay | LateRelay | None = None
     failure_told: bool = False
     settled_told: bool = False
     closing: bool = False

@@ -22,9 +22,10 @@ from kvrelay.core.errors import (
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.types import Counters, Incarnation
 from kvrelay.prefill_node.fills import PullFrom
-from kvrelay.prefill_node.intake import NodeFacts, job_of
+from kvrelay.prefill_node.intake import NodeFacts, check_ticket, job_of
 from kvrelay.prefill_node.job_events import Done, Failed, FirstToken, JobEvent, Progress
 from kvrelay.prefill_node.jobs import Job, job_key
+from kvrelay.prefill_node.late_tickets import LateTickets
 from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.leases import Leases
 from kvrelay.prefill_node.messages import event_to_pb, source_of
@@ -71,6 +72,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         self._latest_attempt: OrderedDict[str, int] = OrderedDict()
         self._active: set[str] = set()
         self._pulls: dict[str, asyncio.Task[int]] = {}
+        self._late = LateTickets(
+            check=lambda ticket, job: check_ticket(ticket, job.request, job.prompt_tokens, facts),
+            give=leader.give_ticket,
+            fail=leader.fail,
+        )
 
     @property
     def active_requests(self) -> int:
@@ -90,6 +96,18 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
                 async with aclosing(run) as events:  # a caller that goes away ends the job at once
                     async for event in events:
                         yield event
+
+    async def GiveTicket(
+        self, request: prefill_pb2.GiveTicketRequest, context: aio.ServicerContext[Any, Any]
+    ) -> prefill_pb2.GiveTicketReply:
+        ref = request.ticket.request
+        async with grpc_status(context):
+            check_request_id(ref.request_id)
+            key = job_key(ref)
+            if key not in self._active and ref.attempt <= self._latest_attempt.get(ref.request_id, 0):
+                raise StaleMessageError(f"request {ref.request_id}: attempt {ref.attempt} is over")
+            self._late.bring(key, request.ticket)
+        return prefill_pb2.GiveTicketReply()
 
     async def Abort(
         self, request: common_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
@@ -146,7 +164,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         over, has_token, prefilled_tokens = False, False, 0
         try:
             pulled_tokens = await self._pulled(job, source, deadline)
-            self._leader.submit(job, lambda event: loop.call_soon_threadsafe(events.put_nowait, event))
+            self._leader.submit(
+                self._late.ticketed(job), lambda event: loop.call_soon_threadsafe(events.put_nowait, event)
+            )
             while not over:
                 try:
                     async with asyncio.timeout(min(PROGRESS_S, deadline.remaining_s())):
@@ -167,6 +187,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         finally:
             self._active.discard(job.key)
             self._leases.close(job.key)
+            self._late.forget(job.key)
             if not over:
                 self._leader.cancel(job.key, "the caller went away or its time is over")
 

@@ -91,8 +91,9 @@ class PrefillServer:
                 timeout_s=settings.pull_timeout_s,
             )
         self._pusher = RingPusher(self._leader)
+        self._facts = _facts(settings, loaded, ring)
         self._servicer = PrefillServicer(
-            _facts(settings, loaded, ring),
+            self._facts,
             self._leader,
             self._leases,
             counters=(
@@ -245,6 +246,7 @@ class PrefillServer:
             active_requests=load.active_jobs,
             queued_tokens=load.queued_tokens,
             pulls=self._pulls is not None,
+            takes_late_tickets=self._facts.takes_late_tickets,
             chunk_tokens=settings.chunk_tokens_on(self._loaded.device.type),
             host_pages=rank_host_pages(settings, self._loaded),
             host_token_s=host_token_s(self._leader, layout),

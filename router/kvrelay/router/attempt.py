@@ -1,4 +1,8 @@
-"""One try of a request on one pair of nodes: the reservation, the two streams, the leases, and their clean-up."""
+"""One try of a request on one pair of nodes: the reservation, the two streams, the leases, and their clean-up.
+
+A prefill node that can gets the prompt before decode has made room, and the ticket as soon as there is one: then no
+request waits for its reservation.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +66,7 @@ class Work:
 
 
 class Attempt:
-    """Call reserve, start, then next until the request has ended; always close."""
+    """Call begin, reserve, start, then next until the request has ended; always close."""
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class Attempt:
         self._ref = work.ref
         self._packed = convert.pack_ids(work.prompt)
         self._sampling = convert.sampling_to_pb(work.sampling)
-        self._num_sent = work.num_sent
+        self.num_sent = work.num_sent  # tokens that the client had before
         self._ticket: handoff_pb2.Ticket | None = None
         self._held: dict[Role, Peer] = {}
         nodes = {Role.PREFILL: placed.prefill.incarnation}
@@ -85,9 +89,18 @@ class Attempt:
             nodes[Role.DECODE] = placed.decode.incarnation
         self._legs = Legs(nodes)
         self._begun: set[Role] = set()  # nodes that may know of this attempt
+        self._giving: asyncio.Task[None] | None = None  # the ticket to prefill
         self.finished = False  # the request's last token has come
         self.decode_finished = False
         self.is_local = False  # decode completes the prompt itself: prefill has no part in it
+
+    def begin(self) -> bool:
+        """Give the prompt to prefill already, if it can do without the ticket for now; return whether."""
+        decode, prefill = self._placed.decode, self._placed.prefill
+        if decode is None or self._placed.is_local or not prefill.takes_late_tickets:
+            return False
+        self._start_prefill(ticket_follows=True)
+        return True
 
     async def reserve(self) -> None:
         """Reserve decode's pages; nothing to do for a request that ends at prefill.
@@ -107,7 +120,7 @@ class Attempt:
             packed_ids=self._packed,
             sampling=self._sampling,
             layout_fingerprint=node.layout_fingerprint,
-            num_sent_tokens=self._num_sent,
+            num_sent_tokens=self.num_sent,
             prefix_seed=self._placed.prefix_seed,
             timeout_ms=convert.ms_to_pb(self._deadline.remaining_s()),
             may_compute=self._placed.is_local,
@@ -129,8 +142,10 @@ class Attempt:
         self._hold(Role.DECODE, node)
 
     def start(self) -> None:
-        """Open both streams, or decode's alone."""
-        if not self.is_local:
+        """Open both streams, or what is left of that: decode's alone when it computes the prompt itself."""
+        if Role.PREFILL in self._begun:
+            self._giving = asyncio.create_task(self._give_ticket())
+        elif not self.is_local:
             self._start_prefill()  # the first token waits for it; decode has nothing to say before
         if self._placed.decode is not None and self._ticket is not None:
             decode = self._shared.peers.decode(self._placed.decode)
@@ -138,7 +153,7 @@ class Attempt:
             timeout_s = self._deadline.remaining_s()
             self._legs.start(Role.DECODE, decode.Decode(request, timeout=timeout_s, metadata=tracing.outgoing()))
 
-    def _start_prefill(self) -> None:
+    def _start_prefill(self, *, ticket_follows: bool = False) -> None:
         node = self._placed.prefill
         prefill = self._shared.peers.prefill(node)
         self._begun.add(Role.PREFILL)
@@ -150,15 +165,30 @@ class Attempt:
                 packed_ids=self._packed,
                 sampling=self._sampling,
                 ticket=self._ticket,
-                num_sent_tokens=self._num_sent,
+                num_sent_tokens=self.num_sent,
                 prefix_seed=self._placed.prefix_seed,
                 pull_from=_pull_to_pb(self._placed.pull_from),
+                ticket_follows=ticket_follows,
             ),
             timeout=self._deadline.remaining_s(),
             metadata=tracing.outgoing(),
         )
         self._hold(Role.PREFILL, node)
         self._legs.start(Role.PREFILL, call)
+
+    async def _give_ticket(self) -> None:
+        node = self._placed.prefill
+        try:
+            await self._shared.peers.prefill(node).GiveTicket(
+                prefill_pb2.GiveTicketRequest(ticket=self._ticket),
+                timeout=self._deadline.remaining_s(),
+                metadata=tracing.outgoing(),
+            )
+        except aio.AioRpcError as err:
+            error = from_rpc_error(err, peer=str(node.incarnation))
+            # A request that ended at prefill meanwhile needs none; its stream says how it ended.
+            if error.status is not Status.FAILED_PRECONDITION:
+                self._legs.failed(Role.PREFILL, error)
 
     async def next(self, timeout_s: float) -> LegMessage | None:
         """Return the next message of either leg, or None.
@@ -196,6 +226,8 @@ class Attempt:
         """End both legs and drop the leases; after a failure tell both nodes, in the background."""
         for role in tuple(self._held):
             self._drop(role)
+        if self._giving is not None:
+            self._giving.cancel()
         if self.finished and self.decode_finished:
             await self._legs.stop(Role.DECODE)
             self._shared.background.run(self._legs.finish(Role.PREFILL, SETTLE_TIMEOUT_S))

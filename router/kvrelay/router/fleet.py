@@ -57,6 +57,7 @@ class NodeView:
     max_batch: int = 0  # most sequences of a decode step, 0 = not said
     host_token_s: float = 0.0  # to load a token from a prefill node's host memory; 0 = not measured
     pulls: bool = False  # a prefill node that can fetch cached blocks from other nodes
+    takes_late_tickets: bool = False  # a prefill node that begins a prompt before its ticket is there
     chunk_tokens: int = 0  # most prompt tokens of one step of a prefill node; 0 = not said
     latent_format: str = ""  # empty = not said
 
@@ -91,6 +92,7 @@ def view_of(record: fleet_pb2.NodeRecord, usual_links: UsualLinks = NO_LINKS) ->
         max_batch=record.max_batch,
         host_token_s=record.host_token_s,
         pulls=record.pulls,
+        takes_late_tickets=record.takes_late_tickets,
         links={link.peer: usual_links.believed_s(link) for link in record.links if link.token_s > 0.0},
         other_link_s=record.other_link_token_s,
         chunk_tokens=record.chunk_tokens,

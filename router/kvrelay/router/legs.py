@@ -59,7 +59,10 @@ class Legs:
 
     def lost(self, role: Role) -> None:
         """Say that a node no longer knows the request (from the lease keeper, on the event loop)."""
-        error = UnavailableError(f"{self._nodes[role]} no longer knows the request")
+        self.failed(role, UnavailableError(f"{self._nodes[role]} no longer knows the request"))
+
+    def failed(self, role: Role, error: ServeError) -> None:
+        """Say that another call to a node of this attempt failed."""
         self._queue.put_nowait(LegEnded(role, error))
 
     async def next(self, timeout_s: float) -> LegMessage | None:

@@ -175,8 +175,12 @@ class Run:
         self._timer.placed()
         attempt = Attempt(self._shared, placed, work, self._deadline)
         try:
+            begun = attempt.begin()
+            if begun:
+                self._timer.reserved()
             await attempt.reserve()
-            self._timer.reserved()
+            if not begun:
+                self._timer.reserved()
             self.is_local = attempt.is_local
             if placed.is_local and not attempt.is_local:
                 placed.handed_over()
@@ -252,6 +256,7 @@ class Run:
         elif kind == "first_token":
             if not self._sent:
                 self._timer.prefill_ms = message.first_token.prefill_ms
+                self._timer.compute_ms = message.first_token.compute_ms
             merge.first_seen = True
             merge.reason = convert.finish_from_pb(message.first_token.finish_reason) or merge.decode_reason
             yield self._send([convert.sampled_from_pb(message.first_token.token), *merge.early])
@@ -273,6 +278,8 @@ class Run:
                 merge.early += tokens
         elif kind == "done":
             merge.decode_reason = convert.finish_from_pb(message.done.reason)
+            if not attempt.num_sent:
+                self._timer.decode_step_ms = message.done.first_step_ms
             attempt.decode_finished = True
         if merge.first_seen and merge.decode_reason is not None:
             merge.reason = merge.decode_reason

@@ -28,6 +28,8 @@ class TimeSplit:
     ttft_ms: float
     second_token_ms: float
     total_ms: float
+    compute_ms: float  # of prefill_ms
+    decode_step_ms: float  # of first_step_ms
 
 
 @dataclass(slots=True)
@@ -40,6 +42,8 @@ class RequestTimer:
     exposed_relay_ms: float = 0.0  # these three are reported by decode at admission
     verify_ms: float = 0.0
     admit_ms: float = 0.0
+    compute_ms: float = 0.0  # reported by prefill, as part of prefill_ms
+    decode_step_ms: float = 0.0  # reported by decode at the end: the step of the second token
     _arrived_s: float = field(init=False)
     _attempt_s: float | None = None
     _placed_s: float | None = None
@@ -59,6 +63,7 @@ class RequestTimer:
             self._placed_s = self.clock()
 
     def reserved(self) -> None:
+        """The prompt waits for no room any more."""
         if not self._token_s:
             self._reserved_s = self.clock()
 
@@ -93,6 +98,8 @@ class RequestTimer:
             ttft_ms=ttft_ms,
             second_token_ms=second_ms,
             total_ms=_ms(self._arrived_s, self.clock()),
+            compute_ms=min(self.compute_ms, prefill_ms),
+            decode_step_ms=min(self.decode_step_ms, hand_off[3]),
         )
 
 

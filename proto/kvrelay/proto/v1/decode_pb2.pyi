@@ -354,21 +354,25 @@ class DecodeDone(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     STEP_MS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_MS_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     step_ms: _builtins.float
     """Mean time of the steps this request took part in."""
     num_tokens: _builtins.int
     """Tokens generated here."""
+    first_step_ms: _builtins.float
+    """Of the first of these steps."""
     def __init__(
         self,
         *,
         reason: _common_pb2.FinishReason.ValueType = ...,
         step_ms: _builtins.float = ...,
         num_tokens: _builtins.int = ...,
+        first_step_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "reason", b"reason", "step_ms", b"step_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step_ms", b"first_step_ms", "num_tokens", b"num_tokens", "reason", b"reason", "step_ms", b"step_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

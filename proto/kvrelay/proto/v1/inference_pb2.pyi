@@ -431,11 +431,14 @@ class TimeSplit(_message.Message):
     TTFT_MS_FIELD_NUMBER: _builtins.int
     SECOND_TOKEN_MS_FIELD_NUMBER: _builtins.int
     TOTAL_MS_FIELD_NUMBER: _builtins.int
+    COMPUTE_MS_FIELD_NUMBER: _builtins.int
+    DECODE_STEP_MS_FIELD_NUMBER: _builtins.int
     queue_ms: _builtins.float
     tokenize_ms: _builtins.float
     place_ms: _builtins.float
     """Index question and choice of nodes."""
     reserve_ms: _builtins.float
+    """Until decode had made room; about 0 when the prompt was begun meanwhile."""
     prefill_ms: _builtins.float
     """In the prefill node: from its receipt of the request to the first token."""
     delivery_ms: _builtins.float
@@ -454,6 +457,10 @@ class TimeSplit(_message.Message):
     """The same for the second token; 0 when there was none."""
     total_ms: _builtins.float
     """From the request's arrival to this event."""
+    compute_ms: _builtins.float
+    """Of prefill_ms, from the plan of the first chunk on."""
+    decode_step_ms: _builtins.float
+    """Of first_step_ms, the step itself."""
     def __init__(
         self,
         *,
@@ -470,10 +477,12 @@ class TimeSplit(_message.Message):
         ttft_ms: _builtins.float = ...,
         second_token_ms: _builtins.float = ...,
         total_ms: _builtins.float = ...,
+        compute_ms: _builtins.float = ...,
+        decode_step_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_ms", b"admit_ms", "delivery_ms", b"delivery_ms", "exposed_relay_ms", b"exposed_relay_ms", "first_step_ms", b"first_step_ms", "place_ms", b"place_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "reserve_ms", b"reserve_ms", "second_token_ms", b"second_token_ms", "tokenize_ms", b"tokenize_ms", "total_ms", b"total_ms", "ttft_ms", b"ttft_ms", "verify_ms", b"verify_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_ms", b"admit_ms", "compute_ms", b"compute_ms", "decode_step_ms", b"decode_step_ms", "delivery_ms", b"delivery_ms", "exposed_relay_ms", b"exposed_relay_ms", "first_step_ms", b"first_step_ms", "place_ms", b"place_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "reserve_ms", b"reserve_ms", "second_token_ms", b"second_token_ms", "tokenize_ms", b"tokenize_ms", "total_ms", b"total_ms", "ttft_ms", b"ttft_ms", "verify_ms", b"verify_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

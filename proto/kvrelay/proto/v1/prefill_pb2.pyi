@@ -31,6 +31,7 @@ class PrefillRequest(_message.Message):
     NUM_SENT_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_SEED_FIELD_NUMBER: _builtins.int
     PULL_FROM_FIELD_NUMBER: _builtins.int
+    TICKET_FOLLOWS_FIELD_NUMBER: _builtins.int
     packed_ids: _builtins.bytes
     """Little-endian uint32, the whole prompt."""
     num_sent_tokens: _builtins.int
@@ -39,6 +40,8 @@ class PrefillRequest(_message.Message):
     """
     prefix_seed: _builtins.bytes
     """Index chain seed of this request's tenant."""
+    ticket_follows: _builtins.bool
+    """The ticket comes by GiveTicket: decode is still making room. Only to a node that takes late tickets."""
     @_builtins.property
     def request(self) -> _common_pb2.RequestRef: ...
     @_builtins.property
@@ -73,14 +76,52 @@ class PrefillRequest(_message.Message):
         num_sent_tokens: _builtins.int = ...,
         prefix_seed: _builtins.bytes = ...,
         pull_from: Global___PullFrom | None = ...,
+        ticket_follows: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "node", b"node", "pull_from", b"pull_from", "request", b"request", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "node", b"node", "num_sent_tokens", b"num_sent_tokens", "packed_ids", b"packed_ids", "prefix_seed", b"prefix_seed", "pull_from", b"pull_from", "request", b"request", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "node", b"node", "num_sent_tokens", b"num_sent_tokens", "packed_ids", b"packed_ids", "prefix_seed", b"prefix_seed", "pull_from", b"pull_from", "request", b"request", "sampling", b"sampling", "ticket", b"ticket", "ticket_follows", b"ticket_follows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class GiveTicketRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ticket(self) -> _handoff_pb2.Ticket:
+        """Names its request."""
+
+    def __init__(
+        self,
+        *,
+        ticket: _handoff_pb2.Ticket | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GiveTicketRequest: _TypeAlias = GiveTicketRequest  # noqa: Y015
+
+@_typing.final
+class GiveTicketReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GiveTicketReply: _TypeAlias = GiveTicketReply  # noqa: Y015
 
 @_typing.final
 class PullFrom(_message.Message):
@@ -213,10 +254,13 @@ class FirstToken(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     PREFILL_MS_FIELD_NUMBER: _builtins.int
+    COMPUTE_MS_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set when the request ends with this token."""
     prefill_ms: _builtins.float
     """From receipt of the request to this token."""
+    compute_ms: _builtins.float
+    """Of it, from the plan of the first chunk on."""
     @_builtins.property
     def token(self) -> _common_pb2.SampledToken: ...
     def __init__(
@@ -225,10 +269,11 @@ class FirstToken(_message.Message):
         token: _common_pb2.SampledToken | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         prefill_ms: _builtins.float = ...,
+        compute_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "prefill_ms", b"prefill_ms", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_ms", b"compute_ms", "finish_reason", b"finish_reason", "prefill_ms", b"prefill_ms", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

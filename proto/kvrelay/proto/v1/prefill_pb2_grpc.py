@@ -41,6 +41,11 @@ class PrefillNodeStub(object):
                 request_serializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
                 _registered_method=True)
+        self.GiveTicket = channel.unary_unary(
+                '/kvrelay.v1.PrefillNode/GiveTicket',
+                request_serializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.GiveTicketRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.GiveTicketReply.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/kvrelay.v1.PrefillNode/Abort',
                 request_serializer=kvrelay_dot_proto_dot_v1_dot_common__pb2.AbortRequest.SerializeToString,
@@ -69,6 +74,13 @@ class PrefillNodeServicer(object):
 
     def Prefill(self, request, context):
         """Prefills a prompt, relays its latents by the ticket and samples the first token. Cancelling aborts the request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GiveTicket(self, request, context):
+        """Brings the ticket of a request whose call said that it follows; may overtake that call. Nothing is written before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,6 +118,11 @@ def add_PrefillNodeServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillEvent.SerializeToString,
+            ),
+            'GiveTicket': grpc.unary_unary_rpc_method_handler(
+                    servicer.GiveTicket,
+                    request_deserializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.GiveTicketRequest.FromString,
+                    response_serializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.GiveTicketReply.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -156,6 +173,33 @@ class PrefillNode(object):
             '/kvrelay.v1.PrefillNode/Prefill',
             kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GiveTicket(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.PrefillNode/GiveTicket',
+            kvrelay_dot_proto_dot_v1_dot_prefill__pb2.GiveTicketRequest.SerializeToString,
+            kvrelay_dot_proto_dot_v1_dot_prefill__pb2.GiveTicketReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,8 @@ class PrefillNodeStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillNodeAsyncStub: ...
     Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillEvent]
     """Prefills a prompt, relays its latents by the ticket and samples the first token. Cancelling aborts the request."""
+    GiveTicket: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.GiveTicketRequest, _prefill_pb2.GiveTicketReply]
+    """Brings the ticket of a request whose call said that it follows; may overtake that call. Nothing is written before."""
     Abort: _grpc.UnaryUnaryMultiCallable[_common_pb2.AbortRequest, _common_pb2.AbortReply]
     """Ends a request early. Legal in every state, as often as one likes."""
     Renew: _grpc.UnaryUnaryMultiCallable[_common_pb2.RenewRequest, _common_pb2.RenewReply]
@@ -49,6 +51,8 @@ class PrefillNodeAsyncStub(PrefillNodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillEvent]  # type: ignore[assignment]
     """Prefills a prompt, relays its latents by the ticket and samples the first token. Cancelling aborts the request."""
+    GiveTicket: _aio.UnaryUnaryMultiCallable[_prefill_pb2.GiveTicketRequest, _prefill_pb2.GiveTicketReply]  # type: ignore[assignment]
+    """Brings the ticket of a request whose call said that it follows; may overtake that call. Nothing is written before."""
     Abort: _aio.UnaryUnaryMultiCallable[_common_pb2.AbortRequest, _common_pb2.AbortReply]  # type: ignore[assignment]
     """Ends a request early. Legal in every state, as often as one likes."""
     Renew: _aio.UnaryUnaryMultiCallable[_common_pb2.RenewRequest, _common_pb2.RenewReply]  # type: ignore[assignment]
@@ -65,6 +69,14 @@ class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillEvent], _abc.AsyncIterator[_prefill_pb2.PrefillEvent]]:
         """Prefills a prompt, relays its latents by the ticket and samples the first token. Cancelling aborts the request."""
+
+    @_abc_1.abstractmethod
+    def GiveTicket(
+        self,
+        request: _prefill_pb2.GiveTicketRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefill_pb2.GiveTicketReply, _abc.Awaitable[_prefill_pb2.GiveTicketReply]]:
+        """Brings the ticket of a request whose call said that it follows; may overtake that call. Nothing is written before."""
 
     @_abc_1.abstractmethod
     def Abort(

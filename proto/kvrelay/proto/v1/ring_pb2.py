@@ -26,7 +26,7 @@ from kvrelay.proto.v1 import common_pb2 as kvrelay_dot_proto_dot_v1_dot_common__
 from kvrelay.proto.v1 import handoff_pb2 as kvrelay_dot_proto_dot_v1_dot_handoff__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvrelay/proto/v1/ring.proto\x12\nkvrelay.v1\x1a\x1dkvrelay/proto/v1/common.proto\x1a\x1ekvrelay/proto/v1/handoff.proto\"T\n\x08OwnedRun\x12\x13\n\x0bprompt_page\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nfirst_page\x18\x03 \x01(\r\x12\x11\n\tnum_pages\x18\x04 \x01(\r\"\xca\x01\n\x08RingOpen\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.RequestRef\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12*\n\x0c\x63\x61\x63hed_pages\x18\x04 \x03(\x0b\x32\x14.kvrelay.v1.OwnedRun\x12\"\n\x06ticket\x18\x05 \x01(\x0b\x32\x12.kvrelay.v1.Ticket\x12\x17\n\x0fprompt_logprobs\x18\x06 \x01(\x08\"`\n\x08RingPush\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05pages\x18\x02 \x03(\x0b\x32\x14.kvrelay.v1.OwnedRun\x12\"\n\x06ticket\x18\x03 \x01(\x0b\x32\x12.kvrelay.v1.Ticket\"\xe0\x01\n\x08RingFill\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x07request\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.RequestRef\x12\'\n\x06source\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12\x14\n\x0csource_ranks\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x03(\x0c\x12#\n\x05pages\x18\x07 \x03(\x0b\x32\x14.kvrelay.v1.OwnedRun\x12\x12\n\ntimeout_ms\x18\x08 \x01(\r\"\\\n\tRingFence\x12\'\n\x06writer\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12&\n\x05\x61live\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\"\xb7\x01\n\tRingChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.TokenRange\x12\x12\n\npacked_ids\x18\x03 \x01(\x0c\x12\'\n\tnew_pages\x18\x04 \x03(\x0b\x32\x14.kvrelay.v1.OwnedRun\x12\x0f\n\x07is_last\x18\x05 \x01(\x08\x12\x14\n\x07next_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_next_id\"@\n\x08HostPart\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\npool_pages\x18\x02 \x03(\r\x12\x12\n\nhost_pages\x18\x03 \x03(\r\"Q\n\x08HostCopy\x12\x0f\n\x07\x63opy_id\x18\x01 \x01(\x04\x12\x0f\n\x07to_host\x18\x02 \x01(\x08\x12#\n\x05parts\x18\x03 \x03(\x0b\x32\x14.kvrelay.v1.HostPart\"\xdd\x02\n\x08RingStep\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12#\n\x05opens\x18\x02 \x03(\x0b\x32\x14.kvrelay.v1.RingOpen\x12$\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x15.kvrelay.v1.RingChunk\x12\x0e\n\x06\x63loses\x18\x04 \x03(\t\x12\x0e\n\x06\x61\x62orts\x18\x06 \x03(\t\x12\x10\n\x08shutdown\x18\x05 \x01(\x08\x12$\n\x06pushes\x18\x07 \x03(\x0b\x32\x14.kvrelay.v1.RingPush\x12#\n\x05\x66ills\x18\x08 \x03(\x0b\x32\x14.kvrelay.v1.RingFill\x12\x13\n\x0b\x66ills_taken\x18\t \x03(\t\x12\x16\n\x0e\x66ills_given_up\x18\n \x03(\t\x12%\n\x06\x66\x65nces\x18\x0b \x03(\x0b\x32\x15.kvrelay.v1.RingFence\x12$\n\x06\x63opies\x18\x0c \x03(\x0b\x32\x14.kvrelay.v1.HostCopy\"\x96\x04\n\nRankReport\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07stopped\x18\x03 \x01(\x08\x12\x0f\n\x07\x64rained\x18\x04 \x03(\t\x12\x32\n\x06\x66\x61iled\x18\x05 \x03(\x0b\x32\".kvrelay.v1.RankReport.FailedEntry\x12\x36\n\x08\x63ounters\x18\x06 \x03(\x0b\x32$.kvrelay.v1.RankReport.CountersEntry\x12\x33\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1a.kvrelay.v1.PromptLogprobs\x12\x14\n\x0c\x66ills_landed\x18\x08 \x03(\t\x12=\n\x0c\x66ills_failed\x18\t \x03(\x0b\x32\'.kvrelay.v1.RankReport.FillsFailedEntry\x12\x19\n\x11\x66ills_quarantined\x18\n \x03(\t\x12\x12\n\nfills_free\x18\x0b \x03(\t\x12\x0e\n\x06\x63opied\x18\x0c \x03(\x04\x1a-\n\x0b\x46\x61iledEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x32\n\x10\x46illsFailedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvrelay/proto/v1/ring.proto\x12\nkvrelay.v1\x1a\x1dkvrelay/proto/v1/common.proto\x1a\x1ekvrelay/proto/v1/handoff.proto\"T\n\x08OwnedRun\x12\x13\n\x0bprompt_page\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nfirst_page\x18\x03 \x01(\r\x12\x11\n\tnum_pages\x18\x04 \x01(\r\"\xe2\x01\n\x08RingOpen\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.RequestRef\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12*\n\x0c\x63\x61\x63hed_pages\x18\x04 \x03(\x0b\x32\x14.kvrelay.v1.OwnedRun\x12\"\n\x06ticket\x18\x05 \x01(\x0b\x32\x12.kvrelay.v1.Ticket\x12\x17\n\x0fprompt_logprobs\x18\x06 \x01(\x08\x12\x16\n\x0eticket_follows\x18\x07 \x01(\x08\"`\n\x08RingPush\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05pages\x18\x02 \x03(\x0b\x32\x14.kvrelay.v1.OwnedRun\x12\"\n\x06ticket\x18\x03 \x01(\x0b\x32\x12.kvrelay.v1.Ticket\"\xe0\x01\n\x08RingFill\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x07request\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.RequestRef\x12\'\n\x06source\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12\x14\n\x0csource_ranks\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x03(\x0c\x12#\n\x05pages\x18\x07 \x03(\x0b\x32\x14.kvrelay.v1.OwnedRun\x12\x12\n\ntimeout_ms\x18\x08 \x01(\r\"\\\n\tRingFence\x12\'\n\x06writer\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12&\n\x05\x61live\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\"\xb7\x01\n\tRingChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.TokenRange\x12\x12\n\npacked_ids\x18\x03 \x01(\x0c\x12\'\n\tnew_pages\x18\x04 \x03(\x0b\x32\x14.kvrelay.v1.OwnedRun\x12\x0f\n\x07is_last\x18\x05 \x01(\x08\x12\x14\n\x07next_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_next_id\"@\n\x08HostPart\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\npool_pages\x18\x02 \x03(\r\x12\x12\n\nhost_pages\x18\x03 \x03(\r\"Q\n\x08HostCopy\x12\x0f\n\x07\x63opy_id\x18\x01 \x01(\x04\x12\x0f\n\x07to_host\x18\x02 \x01(\x08\x12#\n\x05parts\x18\x03 \x03(\x0b\x32\x14.kvrelay.v1.HostPart\"\xdd\x02\n\x08RingStep\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12#\n\x05opens\x18\x02 \x03(\x0b\x32\x14.kvrelay.v1.RingOpen\x12$\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x15.kvrelay.v1.RingChunk\x12\x0e\n\x06\x63loses\x18\x04 \x03(\t\x12\x0e\n\x06\x61\x62orts\x18\x06 \x03(\t\x12\x10\n\x08shutdown\x18\x05 \x01(\x08\x12$\n\x06pushes\x18\x07 \x03(\x0b\x32\x14.kvrelay.v1.RingPush\x12#\n\x05\x66ills\x18\x08 \x03(\x0b\x32\x14.kvrelay.v1.RingFill\x12\x13\n\x0b\x66ills_taken\x18\t \x03(\t\x12\x16\n\x0e\x66ills_given_up\x18\n \x03(\t\x12%\n\x06\x66\x65nces\x18\x0b \x03(\x0b\x32\x15.kvrelay.v1.RingFence\x12$\n\x06\x63opies\x18\x0c \x03(\x0b\x32\x14.kvrelay.v1.HostCopy\"\x96\x04\n\nRankReport\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07stopped\x18\x03 \x01(\x08\x12\x0f\n\x07\x64rained\x18\x04 \x03(\t\x12\x32\n\x06\x66\x61iled\x18\x05 \x03(\x0b\x32\".kvrelay.v1.RankReport.FailedEntry\x12\x36\n\x08\x63ounters\x18\x06 \x03(\x0b\x32$.kvrelay.v1.RankReport.CountersEntry\x12\x33\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1a.kvrelay.v1.PromptLogprobs\x12\x14\n\x0c\x66ills_landed\x18\x08 \x03(\t\x12=\n\x0c\x66ills_failed\x18\t \x03(\x0b\x32\'.kvrelay.v1.RankReport.FillsFailedEntry\x12\x19\n\x11\x66ills_quarantined\x18\n \x03(\t\x12\x12\n\nfills_free\x18\x0b \x03(\t\x12\x0e\n\x06\x63opied\x18\x0c \x03(\x04\x1a-\n\x0b\x46\x61iledEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x32\n\x10\x46illsFailedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,27 +42,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OWNEDRUN']._serialized_start=106
   _globals['_OWNEDRUN']._serialized_end=190
   _globals['_RINGOPEN']._serialized_start=193
-  _globals['_RINGOPEN']._serialized_end=395
-  _globals['_RINGPUSH']._serialized_start=397
-  _globals['_RINGPUSH']._serialized_end=493
-  _globals['_RINGFILL']._serialized_start=496
-  _globals['_RINGFILL']._serialized_end=720
-  _globals['_RINGFENCE']._serialized_start=722
-  _globals['_RINGFENCE']._serialized_end=814
-  _globals['_RINGCHUNK']._serialized_start=817
-  _globals['_RINGCHUNK']._serialized_end=1000
-  _globals['_HOSTPART']._serialized_start=1002
-  _globals['_HOSTPART']._serialized_end=1066
-  _globals['_HOSTCOPY']._serialized_start=1068
-  _globals['_HOSTCOPY']._serialized_end=1149
-  _globals['_RINGSTEP']._serialized_start=1152
-  _globals['_RINGSTEP']._serialized_end=1501
-  _globals['_RANKREPORT']._serialized_start=1504
-  _globals['_RANKREPORT']._serialized_end=2038
-  _globals['_RANKREPORT_FAILEDENTRY']._serialized_start=1892
-  _globals['_RANKREPORT_FAILEDENTRY']._serialized_end=1937
-  _globals['_RANKREPORT_COUNTERSENTRY']._serialized_start=1939
-  _globals['_RANKREPORT_COUNTERSENTRY']._serialized_end=1986
-  _globals['_RANKREPORT_FILLSFAILEDENTRY']._serialized_start=1988
-  _globals['_RANKREPORT_FILLSFAILEDENTRY']._serialized_end=2038
+  _globals['_RINGOPEN']._serialized_end=419
+  _globals['_RINGPUSH']._serialized_start=421
+  _globals['_RINGPUSH']._serialized_end=517
+  _globals['_RINGFILL']._serialized_start=520
+  _globals['_RINGFILL']._serialized_end=744
+  _globals['_RINGFENCE']._serialized_start=746
+  _globals['_RINGFENCE']._serialized_end=838
+  _globals['_RINGCHUNK']._serialized_start=841
+  _globals['_RINGCHUNK']._serialized_end=1024
+  _globals['_HOSTPART']._serialized_start=1026
+  _globals['_HOSTPART']._serialized_end=1090
+  _globals['_HOSTCOPY']._serialized_start=1092
+  _globals['_HOSTCOPY']._serialized_end=1173
+  _globals['_RINGSTEP']._serialized_start=1176
+  _globals['_RINGSTEP']._serialized_end=1525
+  _globals['_RANKREPORT']._serialized_start=1528
+  _globals['_RANKREPORT']._serialized_end=2062
+  _globals['_RANKREPORT_FAILEDENTRY']._serialized_start=1916
+  _globals['_RANKREPORT_FAILEDENTRY']._serialized_end=1961
+  _globals['_RANKREPORT_COUNTERSENTRY']._serialized_start=1963
+  _globals['_RANKREPORT_COUNTERSENTRY']._serialized_end=2010
+  _globals['_RANKREPORT_FILLSFAILEDENTRY']._serialized_start=2012
+  _globals['_RANKREPORT_FILLSFAILEDENTRY']._serialized_end=2062
 # @@protoc_insertion_point(module_scope)

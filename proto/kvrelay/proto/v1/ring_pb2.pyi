@@ -66,11 +66,14 @@ class RingOpen(_message.Message):
     CACHED_PAGES_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TICKET_FOLLOWS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Tokens whose latents come from the cache."""
     prompt_logprobs: _builtins.bool
     """Every rank reports the log-probabilities of the tokens that follow its own."""
+    ticket_follows: _builtins.bool
+    """There is something to be handed over, but no ticket yet. In a ring of one rank only."""
     @_builtins.property
     def request(self) -> _common_pb2.RequestRef: ...
     @_builtins.property
@@ -90,10 +93,11 @@ class RingOpen(_message.Message):
         cached_pages: _abc.Iterable[Global___OwnedRun] | None = ...,
         ticket: _handoff_pb2.Ticket | None = ...,
         prompt_logprobs: _builtins.bool = ...,
+        ticket_follows: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request", b"request", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request", b"request", "ticket", b"ticket", "ticket_follows", b"ticket_follows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
