@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvrelay.core.errors import ServeError
 from kvrelay.core.types import SampledToken, Sampling, TokenLogprob
+from kvrelay.kernels.device_wait import wait_for
 
 Row = npt.NDArray[np.float64]
 # Penalised logits stay inside, so that their differences are numbers whatever the settings are.
@@ -101,6 +102,7 @@ def sample(
         one token per row, or the error of a row whose logits are not finite; other rows are unaffected.
     """
     best_B, arg_B = logits_BV.max(dim=-1)
+    wait_for(arg_B)
     best, arg = best_B.tolist(), arg_B.tolist()
     plain = all(state.is_plain_greedy for state in states)
     host_BV = None if plain else logits_BV.to("cpu", torch.float64).numpy()

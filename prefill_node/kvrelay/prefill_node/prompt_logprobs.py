@@ -10,11 +10,12 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from kvrelay.core.types import PromptLogprobs
+from kvrelay.kernels.device_wait import wait_for
 from kvrelay.model.transformer import Model
+from kvrelay.prefill_node.device_queue import to_device
 from kvrelay.prefill_node.ring_plan import Rows
 from kvrelay.proto.convert import prompt_logprobs_from_pb
 from kvrelay.proto.v1 import ring_pb2
@@ -33,8 +34,10 @@ def score(
     followed = positions_T[positions_T + 1 < first_position + len(ids)]  # all, or all but the prompt's last
     if not len(followed):
         return []
-    next_ids = torch.from_numpy(ids[followed + 1 - first_position].astype(np.int64)).to(hidden_TD.device)
-    logprobs = model.logprobs(hidden_TD[: len(followed)], next_ids).tolist()
+    next_ids = to_device(ids[followed + 1 - first_position].astype(np.int64), hidden_TD.device)
+    logprobs_T = model.logprobs(hidden_TD[: len(followed)], next_ids)
+    wait_for(logprobs_T)
+    logprobs = logprobs_T.tolist()
     starts = [0, *(np.flatnonzero(np.diff(followed) > 1) + 1).tolist(), len(followed)]
     return [PromptLogprobs(int(followed[start]) + 1, tuple(logprobs[start:end])) for start, end in pairwise(starts)]
 
