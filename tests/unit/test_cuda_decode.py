@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import shutil
 import subprocess
-from collections.abc import Callable
+from typing import Protocol
 
 import pytest
 import torch
@@ -20,9 +20,25 @@ from kvrelay.kernels.paged_plan import PagedPlan
 from repo import ROOT
 
 PAGE = 32  # so that a tile of 64 rows lies in two pages
+STAGES_HERE = 3  # so that a tile's place among the copies and that among the weights are seldom the same
 LATENT, ROPE, TILE = 512, 64, 32
 NOT_A_NUMBER = 0xFF  # a byte of it, in every type of a row
-Launch = Callable[[Arguments, int, int, int], bytes | None]
+WHOLE = 0  # the kernel with all of its barriers
+
+
+class Launch(Protocol):
+    """Returns what went wrong, a race in shared memory included, or None."""
+
+    def __call__(
+        self,
+        args: Arguments,
+        head_blocks: int,
+        parts: int,
+        pool_bytes: int,
+        *,
+        without: int = WHOLE,
+        exact: bool = True,
+    ) -> bytes | None: ...
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +49,26 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     for source in SOURCE.parent.iterdir():
         shutil.copy(source, folder)
     (folder / "ptx.cuh").write_text("")
-    subprocess.run(
-        [
-            "g++", "-std=c++20", "-O2", "-Wno-attributes", "-shared", "-fPIC", f"-DPAGE={PAGE}", "-DSTAGES=2",
-            f"-I{folder}", str(ROOT / "tests" / "cuda_on_host.cpp"), "-o", str(folder / "host.so"),
-        ],
-        check=True,
-    )  # fmt: skip
+    options = ["-std=c++20", "-O2", "-Wno-attributes", "-fPIC"]
+    options += [f"-DPAGE={PAGE}", f"-DSTAGES={STAGES_HERE}", f"-I{folder}"]
+    watched = ["-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]  # its hooks are in shared_races.cpp
+    for name, more in (("cuda_on_host", watched), ("shared_races", [])):
+        source = ROOT / "tests" / f"{name}.cpp"
+        subprocess.run(["g++", *options, *more, "-c", source, "-o", folder / f"{name}.o"], check=True)
+    subprocess.run(["g++", "-shared", *folder.glob("*.o"), "-o", folder / "host.so"], check=True)
     library = ctypes.CDLL(str(folder / "host.so"))
     library.launch.restype = ctypes.c_char_p
-    library.launch.argtypes = [ctypes.POINTER(Arguments), ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
-    return lambda args, head_blocks, parts, pool_bytes: library.launch(
-        ctypes.byref(args), head_blocks, parts, pool_bytes
-    )
+    library.launch.argtypes = [
+        ctypes.POINTER(Arguments), ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_bool,
+    ]  # fmt: skip
+
+    def run(
+        args: Arguments, head_blocks: int, parts: int, pool_bytes: int, *, without: int = WHOLE, exact: bool = True
+    ) -> bytes | None:
+        why: bytes | None = library.launch(ctypes.byref(args), head_blocks, parts, pool_bytes, without, exact)
+        return why
+
+    return run
 
 
 def a_plan(tables: list[list[int]], lengths: list[int]) -> PagedPlan:
@@ -119,6 +142,47 @@ def test_the_kernel_on_the_host_equals_the_reference(
             q[seq : seq + 1].float(), exact, [table], [length], scale=scale, latent_width=LATENT
         )
         assert float((out[seq] - expected[0]).norm() / expected.norm()) < 1e-3  # weights are rounded to f16
+
+
+def failure(launch: Launch, lengths: list[int], parts: int, *, without: int = WHOLE) -> bytes | None:
+    """Run the kernel over zeros, without its products."""
+    counts = [-(-length // PAGE) for length in lengths]
+    tables = [part.tolist() for part in torch.split(torch.arange(sum(counts)), counts)]
+    pool = torch.zeros(sum(counts), PAGE, fp8_row_bytes(LATENT, ROPE), dtype=torch.uint8)
+    q, plan = torch.zeros(len(lengths), HEADS, LATENT + ROPE, dtype=torch.bfloat16), a_plan(tables, lengths)
+    into = Results(q, latent_width=LATENT, parts=parts)
+    args = Arguments.of(q, pool, plan, into, scale=1.0, early=False)
+    return launch(args, 1, parts, pool.numel(), without=without, exact=False)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize(
+    "lengths", [[1300], [64, 64, 64, 64, 64], [33, 1, 64, 0, 65, 500, 31, 0, 96], [1, 1, 700, 1, 1, 1, 100]], ids=str
+)
+def test_barriers_order_all_that_warps_and_copies_do_in_shared_memory(
+    launch: Launch, lengths: list[int], parts: int
+) -> None:
+    assert failure(launch, lengths, parts) is None
+
+
+# Numbers of cuda_on_host.cpp.
+LEFT_OUT = {
+    "the scorers' barrier": 1,
+    "weights are full": 2,
+    "weights are empty": 4,
+    "__syncwarp": 16,
+    "rows are full": 17,
+    "rows are empty": 18,
+    "rows are empty, a phase too early": 19,
+    "the fence before copies": 20,
+}
+
+
+@pytest.mark.parametrize("without", LEFT_OUT.values(), ids=LEFT_OUT)
+def test_what_the_kernel_is_run_without_is_missed(launch: Launch, without: int) -> None:
+    lengths = [70, 33, 90, 1, 700]
+    assert failure(launch, lengths, 1) is None
+    assert failure(launch, lengths, 1, without=without) is not None
 
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.nvrtc_refuses() is not None, reason=f"{nvrtc.nvrtc_refuses()}")
