@@ -40,9 +40,9 @@ def start_word_sum(pool: LatentPool) -> StartChecksum:
 
 
 def word_sum(pool: LatentPool) -> Checksum:
-    """Return the same in one step, on a stream of its own: for rows that have landed."""
+    """Return the same in one step, on a stream of its own that goes before the model's: for rows that have landed."""
     start = start_word_sum(pool)
-    stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(pool.device, priority=-1)  # type: ignore[no-untyped-call]
 
     def on_device(ranges: Sequence[tuple[int, int]]) -> int:
         with torch.cuda.stream(stream):

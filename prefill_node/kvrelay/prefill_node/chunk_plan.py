@@ -77,6 +77,8 @@ class ChunkPlanner:
         return laps
 
     def _kept(self, table: PageTable, block: Sequence[Span]) -> Kept | None:
+        if len(block) == 1 and (slots := ring_plan.slots_of(table, block[0], rank=self._rank)) is not None:
+            return Kept(None, to_device(slots, self._device))
         stored = ring_plan.stored_rows(table, block, rank=self._rank)
         if not len(stored.rows):
             return None

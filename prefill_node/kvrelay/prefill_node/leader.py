@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,8 @@ from kvrelay.proto.v1 import handoff_pb2, ring_pb2
 IDLE_TICK_S = 2.0  # keeps the ring's waits under the group timeout
 FILL_TICK_S = 0.02  # while other ranks fetch; what they report comes with a step
 COPY_TICK_S = 0.002  # of a ring whose ranks copy to or from host memory: only steps bring their reports
+_FIRST_TOKEN_PAUSE_S = 0.0005  # what follows keeps the interpreter from those who pass the token and its manifest on
+_TOLD_IN_LAYER = 2  # of a chunk: what came of its plan
 BUSY_TICK_S = 0.05  # first wait while closes or waits for room are pending; longer and longer while nothing changes
 
 
@@ -91,6 +94,7 @@ class Leader:
         self._sinks: dict[str, Sink] = {}
         self._fill_sinks: dict[str, FillSink] = {}
         self._jobs: dict[str, Job] = {}
+        self._planned_s = 0.0
         self._opened_s: dict[str, float] = {}
         self._tickets: dict[str, handoff_pb2.Ticket] = {}  # that came late; put there by any thread, as in a set
         self._cancelled: set[str] = set()  # written by any thread; a set's add and test are atomic
@@ -157,21 +161,38 @@ class Leader:
         self._note_load()
         while True:
             self._take_commands(self._wait_s())
-            step = self._control.plan(self._clock())
+            self._planned_s = self._clock()
+            step = self._control.plan(self._planned_s)
             step.shutdown = self._shut_down.is_set()
-            self._deliver(self._control.take_events())
+            planned = self._control.take_events()
             self._note_load(computing=step.HasField("chunk"))
-            self._run_step(step)
+            self._run_step(step, planned)
             self._note_load()
             if step.shutdown:
                 self._worker.close()
                 return
 
-    def _run_step(self, step: ring_pb2.RingStep) -> None:
+    def _run_step(self, step: ring_pb2.RingStep, planned: list[jobs.Event]) -> None:
+        """
+        Args:
+            planned: what came of the plan. It is told once a layer is under way: whoever hears it wants the
+                interpreter, and so does the launching of that layer, for which a device waits.
+        """
         if self._group is not None:
             self._group.broadcast(step.SerializeToString())
         key, began_s = step.chunk.request_id, self._clock()
-        result = self._worker.run(step, lambda: key in self._cancelled)
+        asked = 0
+
+        def should_stop() -> bool:
+            nonlocal asked
+            asked += 1
+            if asked == _TOLD_IN_LAYER:
+                self._deliver(planned)
+                planned.clear()
+            return key in self._cancelled
+
+        result = self._worker.run(step, should_stop)
+        self._deliver(planned)
         self._counters.add("steps")
         # Before the other reports are in: every rank leaves a chunk at the same layer, so it is complete. But the
         # client is told of its prompt first when it asked for that.
@@ -229,12 +250,14 @@ class Leader:
         else:  # before the client is told: its second token waits for this
             relay.seal(first_token=chosen, cached_tokens=self._control.cached_tokens(key))
         self._tell(key, FirstToken(chosen, reason, compute_s))
+        if self.load.active_jobs == 1:  # nobody else waits for this thread
+            time.sleep(_FIRST_TOKEN_PAUSE_S)
 
     def _deliver(self, events: list[jobs.Event]) -> None:
         for event in events:
             match event:
                 case jobs.Opened():
-                    self._opened_s[event.key] = self._clock()
+                    self._opened_s[event.key] = self._planned_s
                     self._tell(event.key, Started(event.cached_tokens, event.queue_s * 1e3))
                 case jobs.Computed():
                     self._tell(event.key, Progress(event.tokens))

@@ -5,8 +5,7 @@ Shapes in this file: T own tokens of the chunk, D hidden, N heads, K query/key w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +26,7 @@ from kvrelay.prefill_node.late_relay import LateRelay
 from kvrelay.prefill_node.prompt_logprobs import score
 from kvrelay.prefill_node.rank_request import Fetcher, RankRequest, Writer
 from kvrelay.prefill_node.relay import Relay
+from kvrelay.prefill_node.relay_stream import RelayStream
 from kvrelay.prefill_node.ring import Ring
 from kvrelay.prefill_node.ring_plan import PageTable
 from kvrelay.proto.convert import prompt_logprobs_to_pb, span_from_pb, unpack_ids
@@ -87,9 +87,9 @@ class RankWorker:
         self.copier: HostCopier | None = None  # set before the first step when host memory is behind the cache
         self._requests: dict[str, RankRequest] = {}
         self._queue = DeviceQueue.of(pool.device)
-        # Checksums are short, and go before what is left of a long kernel: else they end with it, and the part waits.
-        on_gpu = pool.device.type == "cuda"
-        self._relay_stream = torch.cuda.Stream(pool.device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._stream = RelayStream(pool.device)
+        # Without others to wait for, a device gets a layer's attention before what leaves beside it.
+        self._attends_first = self._stream.runs_beside and ring.size == 1
 
     def fetch_by(self, fetcher: Fetcher, counters: Counters) -> None:
         """Let blocks be fetched; before the first step. The counters are reported along with the others."""
@@ -122,7 +122,7 @@ class RankWorker:
             ran = self._run_chunk(step.step_id, step.chunk, should_stop)
         for key in step.closes:
             self._close(key, abort=key in step.aborts)
-        with self._relaying():
+        with self._stream.behind(self._stream.mark()):
             for request in self._requests.values():
                 if (relay := self._relay_now(request)) is not None:
                     relay.pump()
@@ -167,18 +167,17 @@ class RankWorker:
         request = RankRequest(push.key, ticket.prompt_tokens, ticket.prompt_tokens, table, is_push=True)
         relay = self._relay(request, ticket)
         relay.queue_cached(ticket.prompt_tokens)
-        with self._relaying():
+        with self._stream.behind(self._stream.mark()):
             relay.seal(first_token=None, cached_tokens=0)
         self._requests[push.key] = request
 
     def _relay_now(self, request: RankRequest) -> Relay | LateRelay | None:
-        """Return the relay of a request, begun now if its ticket has just come."""
+        """Return the relay of a request, begun now if its ticket has just come. Inside `RelayStream.behind`."""
         late = request.relay
         if isinstance(late, LateRelay) and (ticket := self.late_ticket(request.key)) is not None:
             relay = self._relay(request, ticket)
             relay.queue_cached(request.cached_tokens)
-            with self._relaying():
-                late.pass_to(relay)
+            late.pass_to(relay)
         return request.relay
 
     def _relay(self, request: RankRequest, ticket: handoff_pb2.Ticket) -> Relay:
@@ -244,19 +243,21 @@ class RankWorker:
                 projected = layer.project(hidden_TD, rope)
                 q_TNK, stored_TY = projected.q_TNK, self._pool.stored(projected.rows_TW)
                 self._keep_own(index, stored_TY, plan)
-            relay = self._relay_now(request)
-            if relay is not None:
-                with self._relaying():
-                    relay.rows_final(index, plan.early)
+            final = None if request.relay is None else self._stream.mark()
+            if not self._attends_first:
+                self._send_early(request, index, plan, final)
             header = Header(step_id, index, stop=self._ring.rank == 0 and should_stop())
             attended, stop = self._ring.attend(
                 layer, q_TNK, stored_TY, plan.laps, header=header, scale=self._model.softmax_scale
             )
             if stop:
                 return None
-            if relay is not None:
+            if self._attends_first:
+                self._send_early(request, index, plan, final)
+            relay = request.relay
+            if relay is not None and (plan.late or relay.pending):
                 # Rows from other ranks are there once the ring has passed; without any, nothing waits for attention.
-                with self._relaying(wait=bool(plan.late)):
+                with self._stream.behind(self._stream.mark() if plan.late else None):
                     relay.rows_final(index, plan.late)
                     relay.pump()
             self._pump_pushes()
@@ -265,27 +266,21 @@ class RankWorker:
             self._counters.add("layers")
         return hidden_TD
 
+    def _send_early(self, request: RankRequest, layer: int, plan: ChunkPlan, final: torch.cuda.Event | None) -> None:
+        """Send own rows of a layer, which are there when `final` is reached."""
+        if request.relay is not None:
+            with self._stream.behind(final):
+                relay = self._relay_now(request)
+                assert relay is not None, "it was there just now"
+                relay.rows_final(layer, plan.early)
+
     def _pump_pushes(self) -> None:
         """Send a portion of each push: another node waits for them, and a chunk may take seconds."""
         pending = [one.relay for one in self._requests.values() if one.is_push and one.relay and one.relay.pending]
         if pending:
-            with self._relaying():
+            with self._stream.behind(self._stream.mark()):
                 for relay in pending:
                     relay.pump()
-
-    @contextmanager
-    def _relaying(self, *, wait: bool = True) -> Iterator[None]:
-        """Let what leaves wait for what was launched so far, if anything does, and not for what is launched later.
-
-        On GPUs checksums run on a stream of their own, beside the attention; on CPUs everything is there already.
-        """
-        if self._relay_stream is None:
-            yield
-            return
-        if wait:
-            self._relay_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._relay_stream):
-            yield
 
     def _keep_own(self, layer: int, stored_TY: Tensor, plan: ChunkPlan) -> None:
         if plan.own_kept is not None:

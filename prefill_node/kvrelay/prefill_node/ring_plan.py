@@ -114,6 +114,16 @@ def owned_slots(table: PageTable, end: int, *, rank: int) -> Rows:
     return slots
 
 
+def slots_of(table: PageTable, tokens: Span, *, rank: int) -> Rows | None:
+    """Return where the positions of a span lie in a rank's pool, in order; None when some do not."""
+    first, end = tokens.start // table.page_tokens, -(-tokens.end // table.page_tokens)
+    if not (table.owners[first:end] == rank).all():
+        return None
+    slots = (table.pages[first:end, None] * table.page_tokens + np.arange(table.page_tokens)).reshape(-1)
+    skipped = tokens.start - first * table.page_tokens
+    return slots[skipped : skipped + tokens.num_tokens]
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """Which rows of one rank's block belong in this rank's pages."""

@@ -178,6 +178,7 @@ class Run:
             begun = attempt.begin()
             if begun:
                 self._timer.reserved()
+                await asyncio.sleep(0)  # it leaves first
             await attempt.reserve()
             if not begun:
                 self._timer.reserved()
