@@ -29,6 +29,12 @@ def test_a_gpu_that_is_not_there_is_refused_by_its_number(name: str, local_rank:
         choose_device(name, local_rank=local_rank)
 
 
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:one", "cuda:-1", "cudas", ""])
+def test_a_name_that_is_no_device_is_refused_with_those_that_are(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"device {name} is none of auto, cpu, cuda and cuda:N"):
+        choose_device(name)
+
+
 def test_a_model_without_8_bit_rows_is_refused_with_its_width_and_the_limit(tmp_path: Path) -> None:
     random_checkpoint.write(tmp_path, replace(TINY, kv_lora_rank=136), device=torch.device("cpu"))
     options = ["--model", str(tmp_path), "--device", "cpu", "--latent-format", "fp8", "--pool-pages", "2"]

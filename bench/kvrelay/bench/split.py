@@ -32,6 +32,7 @@ from kvrelay.bench.random_model import SHAPES
 from kvrelay.core.errors import SettingsError
 from kvrelay.core.settings import load
 from kvrelay.decode_node.settings import DecodeSettings
+from kvrelay.model.loaded import choose_device
 
 WARM_UP_PAIRS = 2
 READY_TIMEOUT_S = 300.0
@@ -41,10 +42,14 @@ Ids = npt.NDArray[np.int64]
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print the figures and, when asked to, write the result file after each part."""
-    on_gpus = options.device == "cuda"
-    if on_gpus and torch.cuda.device_count() < 2:
-        raise SettingsError(f"two GPUs are wanted, {torch.cuda.device_count()} are here")
-    name = short_name(torch.device(options.device))
+    devices = devices_of(options.device)
+    if len(set(devices)) == 1 and devices[0] != "cpu" and options.batch:
+        raise SettingsError(
+            f"what runs beside a prompt on {devices[0]} alone waits for it: --batch {options.batch} wants two devices; "
+            "give --batch without a number"
+        )
+    on_gpus = devices[0] != "cpu"
+    name = short_name(torch.device(devices[0]))
     result: dict[str, Any] = {
         "shape": options.shape, "device": options.device, "prefill_chunk_tokens": options.chunk_tokens,
         "mixed_chunk_tokens": options.mixed_chunk_tokens,
@@ -59,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         folder = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrelay-split-")))
         began_s = time.perf_counter()
         if not (folder / "config.json").exists():
-            random_checkpoint.write(folder, SHAPES[options.shape], device=torch.device(options.device))
+            random_checkpoint.write(folder, SHAPES[options.shape], device=torch.device(devices[0]))
             if on_gpus:
                 torch.cuda.empty_cache()
         written_s = time.perf_counter()
@@ -82,6 +87,19 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def devices_of(device: str) -> list[str]:
+    """Return where prefill and decode are.
+
+    Raises:
+        SettingsError: no such device, or two GPUs are wanted and not there.
+    """
+    if device != "cuda":
+        return [str(choose_device(device))] * 2
+    if torch.cuda.device_count() < 2:
+        raise SettingsError(f"two GPUs are wanted, {torch.cuda.device_count()} are here; --device cuda:0 takes one")
+    return ["cuda:0", "cuda:1"]
+
+
 def _by_way(rounds: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     ways = dict.fromkeys(one["way"] for one in rounds)
     return {way: gaps.medians([one for one in rounds if one["way"] == way]) for way in ways}
@@ -98,12 +116,12 @@ class Bench:
     @contextmanager
     def started(cls, options: argparse.Namespace, folder: Path) -> Iterator[Bench]:
         """Start everything at once and return when all of it is ready."""
-        devices = ["cuda:0", "cuda:1"] if options.device == "cuda" else ["cpu", "cpu"]
-        max_batch = max(options.batch) + 1
+        devices = devices_of(options.device)
+        max_batch = max(options.batch, default=0) + 1
         common = ["--model", str(folder), "--pool-mib", str(options.pool_mib), "--max-batch", str(max_batch)]
         settings = [
             load(DecodeSettings, [*common, "--device", one, "--threads", "1"], prog="kvrelay bench split")
-            for one in devices
+            for one in (devices if options.batch else devices[:1])
         ]
         environ = {
             "KVRELAY_PREFILL_DEVICE": devices[0],

@@ -81,7 +81,8 @@ def _add_split(split: argparse.ArgumentParser) -> None:
     split.add_argument("--mixed-chunk-tokens", type=positive, default=2048, metavar="N",
                        help="prompt tokens between two decode steps of a chunked mixed node")  # fmt: skip
     split.add_argument("--pool-mib", type=positive, default=16_384, metavar="N", help="pool of each process")
-    split.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="kind of the devices")
+    split.add_argument("--device", default="cuda", metavar="D",
+                       help="cuda: two GPUs; cuda:N: all on one, for the hand-off alone; cpu")  # fmt: skip
     split.add_argument(
         "--folder", metavar="DIR", help="where the random checkpoint is, or is to be; default: temporary"
     )

@@ -28,7 +28,7 @@ def choose_device(name: str, *, local_rank: int = 0, num_ranks: int = 1) -> torc
         num_ranks: ranks that share the setting.
 
     Raises:
-        SettingsError: several ranks were given the same GPU, or there is no such GPU.
+        SettingsError: several ranks were given the same GPU, or there is no such device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,7 +36,10 @@ def choose_device(name: str, *, local_rank: int = 0, num_ranks: int = 1) -> torc
         return torch.device("cpu")
     if name != "cuda" and num_ranks > 1:
         raise SettingsError(f"device {name} cannot be that of {num_ranks} ranks; use auto")
-    index = local_rank if name == "cuda" else int(name.removeprefix("cuda:"))
+    number = str(local_rank) if name == "cuda" else name.removeprefix("cuda:")
+    if not (name.startswith("cuda") and number.isdecimal()):
+        raise SettingsError(f"device {name} is none of auto, cpu, cuda and cuda:N")
+    index = int(number)
     if index >= torch.cuda.device_count():
         raise SettingsError(f"device cuda:{index} is wanted; there are {torch.cuda.device_count()} GPUs")
     torch.cuda.set_device(index)
