@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from kvrelay.bench import gaps, mixed_node, random_checkpoint, ring_exchange, ring_picture
+from kvrelay.bench import exposed, gaps, mixed_node, random_checkpoint, ring_exchange, ring_picture
+from kvrelay.bench.pairs import Timed
 from kvrelay.bench.random_model import TINY, V2_LITE
+from kvrelay.core.clock import ManualClock
 from kvrelay.core.settings import load
 from kvrelay.core.types import Sampling
 from kvrelay.decode_node.settings import DecodeSettings
@@ -19,6 +21,7 @@ from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.checkpoint import load_model
 from kvrelay.model.config import ModelConfig, load_config
 from kvrelay.model.single import SingleEngine
+from kvrelay.router.timesplit import RequestTimer
 
 CPU = torch.device("cpu")
 
@@ -42,6 +45,28 @@ def node(folder: Path) -> mixed_node.MixedNode:
 
 def a_prompt(tokens: int, seed: int) -> mixed_node.Ids:
     return np.random.default_rng(seed).integers(TINY.vocab_size, size=tokens, dtype=np.int64)
+
+
+def test_the_parts_of_the_exposed_time_are_all_of_it() -> None:
+    clock = ManualClock()
+    timer = RequestTimer(clock)
+    timer.tokenize_ms = 1.0
+    for step_s, mark in ((0.002, timer.attempt_begins), (0.003, timer.placed), (0.001, timer.reserved)):
+        clock.advance(step_s)
+        mark()
+    timer.prefill_ms, timer.compute_ms = 90.0, 88.0
+    timer.exposed_relay_ms, timer.verify_ms, timer.admit_ms, timer.decode_step_ms = 0.5, 0.25, 0.125, 2.5
+    clock.advance(0.092)
+    timer.tokens_left(1)
+    clock.advance(0.005)
+    timer.tokens_left(1)
+
+    parts = exposed.parts_ms(Timed((1, 2), (0.1, 0.1055)), Timed((1, 2), (0.085, 0.0872)), asdict(timer.split()))
+
+    assert sum(parts.values()) == pytest.approx(105.5 - 87.2)
+    assert parts["prefill_compute"] == pytest.approx(3.0)
+    assert parts["decode_step"] == pytest.approx(0.3)
+    assert exposed.medians_ms([parts, parts]) == {name: round(ms, 3) for name, ms in parts.items()}
 
 
 @pytest.mark.parametrize("shape", [TINY, V2_LITE])

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrelay.bench import gaps, local_cluster, mixed_node, random_checkpoint, report, split_client
+from kvrelay.bench import exposed, gaps, local_cluster, mixed_node, random_checkpoint, report, split_client
 from kvrelay.bench.device_rates import short_name
 from kvrelay.bench.pairs import Timed
 from kvrelay.bench.random_model import SHAPES
@@ -160,20 +160,26 @@ class Bench:
                 taken = {ask: ask() for ask in order}
                 if number >= 0:
                     measured.append((taken[through_cluster], taken[on_one_node]))
-        exposed = [(ours.at_s[1] - one.at_s[1]) / one.at_s[0] for ours, one in measured]
+        shares = [(ours.at_s[1] - one.at_s[1]) / one.at_s[0] for ours, one in measured]
         return {
             "prompt_tokens": tokens,
-            "exposed_over_ttft": round(statistics.median(exposed), 5),
+            "exposed_over_ttft": round(statistics.median(shares), 5),
             "ttft": report.paired([ours.at_s[0] for ours, _ in measured], [one.at_s[0] for _, one in measured]),
             "second_token": report.paired([ours.at_s[1] for ours, _ in measured], [one.at_s[1] for _, one in measured]),
             "router_ms": {
                 name: round(statistics.median(one[name] for one in all_parts[-pairs:]), 3) for name in all_parts[0]
             },
+            "exposed_ms": exposed.medians_ms(
+                [
+                    exposed.parts_ms(ours, one, parts)
+                    for (ours, one), parts in zip(measured, all_parts[-pairs:], strict=True)
+                ]
+            ),
             "equal_answers": sum(ours.token_ids == one.token_ids for ours, one in measured),
             "pairs_ms": [
                 [round(at_s * 1e3, 3) for at_s in (*ours.at_s, *one.at_s)] for ours, one in measured
             ],  # first and second token through the cluster, then on one node
-            "exposed": [round(one, 5) for one in exposed],
+            "exposed": [round(one, 5) for one in shares],
         }
 
     def between(self, way: str, batch: int, number: int) -> dict[str, Any]:
