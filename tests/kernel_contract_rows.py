@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,8 @@ from torch import Tensor
 
 from kernel_contract import DEVICE, ON_GPU, randn
 from kvrelay.core.layout import fp8_row_bytes
-from kvrelay.kernels import checksum, mla_prefill, quant, reference, triton_checksum
+from kvrelay.kernels import checksum, mla_prefill, quant, reference, triton_checksum, triton_join
+from kvrelay.kernels.paged_plan import PagedPlan
 from kvrelay.kernels.pieces import Pieces
 from kvrelay.kernels.rope import Rope, RopeTables, apply_rope
 from kvrelay.kernels.rope_spec import RopeKind, RopeSpec
@@ -46,6 +50,30 @@ def test_the_fused_merge_equals_one_softmax(dtype: torch.dtype) -> None:
     again, _ = merge(*halves, into=halves[0])
     assert again.data_ptr() == halves[0].data_ptr()
     torch.testing.assert_close(again, out, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize("heads", [3, 70])
+def test_pieces_are_joined_by_their_normalisers(heads: int, tiles: int) -> None:
+    lengths, parts, latent = [700, 0, 64, 90, 1500], 7, 48
+    plan = PagedPlan.allocate(num_sequences=len(lengths), max_pages=30, page_tokens=64, device=DEVICE)
+    plan.update_([torch.arange(-(-length // 64)) for length in lengths], lengths)
+    pieces = randn(parts + len(lengths), heads, latent, dtype=torch.float32, seed=1)
+    lse = randn(parts + len(lengths), heads, dtype=torch.float32, seed=2) * 20
+    out = torch.full((len(lengths), heads, latent), 7.0, device=DEVICE)
+
+    triton_join.join(out, pieces.to(DEVICE), lse.to(DEVICE), plan, parts=parts, tiles=tiles)
+
+    starts = plan.starts_B1.tolist()
+    per_part = math.ceil(math.ceil(starts[-1] / parts) / tiles) * tiles
+    for seq, (start, end) in enumerate(itertools.pairwise(starts)):
+        first, last = start // per_part, (end - 1) // per_part
+        expected = torch.full((heads, latent), 0.0 if start == end else 7.0)  # one piece is not touched
+        if last > first:
+            cut = slice(first + seq, last + seq + 1)
+            weight = torch.softmax(lse[cut].double() * math.log(2), 0)[..., None]
+            expected = (pieces[cut] * weight).sum(0).float()
+        torch.testing.assert_close(out[seq].cpu(), expected, atol=1e-5, rtol=0)
 
 
 PREFILL = [(1, 77, False), (33, 33, True), (300, 300, True), (5, 2500, False), (520, 520, True), (257, 31, False)]

@@ -1,6 +1,6 @@
 """The second half of split decoding: sequences that were cut, joined from their pieces by their normalisers.
 
-Shapes in this file: B sequences, J pieces, N heads, C latent.
+Shapes in this file: B sequences, J pieces, N heads, H a program's heads, C latent.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from kvrelay.kernels.triton_support import starts_early
 from kvrelay.kernels.triton_wait import let_next_begin, wait_for_previous
 
 # Few pieces a sequence in a large batch, hundreds of them in a batch of one: then narrow columns make enough programs.
-JOIN_MANY = (128, 32)  # pieces read at once, columns of a program
-JOIN_FEW = (16, 128)
+JOIN_MANY = (128, 1, 32, 1)  # pieces read at once; heads, columns and warps of a program
+JOIN_FEW = (16, 1, 128, 1)
+JOIN_FEW_OF_MANY_HEADS = (4, 4, 512, 4)  # most programs of a large batch find nothing to join: fewer, then
 # Of a part: less work than this is not worth another piece to join.
 MIN_PART_TILES = 2
 
@@ -36,10 +37,11 @@ def join(out_BNC: Tensor, pieces_JNC: Tensor, lse_JN: Tensor, plan: PagedPlan, *
         tiles: what the length of a part is a multiple of.
     """
     num_sequences, num_heads, latent_width = out_BNC.shape
-    pieces, width = JOIN_MANY if parts > 8 * num_sequences else JOIN_FEW
+    few, ratio = (JOIN_FEW, 8) if num_heads < 64 else (JOIN_FEW_OF_MANY_HEADS, 32)
+    pieces, heads, width, warps = JOIN_MANY if parts > ratio * num_sequences else few
     early = joins_early(out_BNC)
     width = min(width, triton.next_power_of_2(latent_width))
-    _join[(num_sequences, num_heads, triton.cdiv(latent_width, width))](
+    _join[(num_sequences, triton.cdiv(num_heads, heads), triton.cdiv(latent_width, width))](
         out_BNC,
         pieces_JNC,
         lse_JN,
@@ -48,12 +50,13 @@ def join(out_BNC: Tensor, pieces_JNC: Tensor, lse_JN: Tensor, plan: PagedPlan, *
         parts,
         N=num_heads,
         C=latent_width,
+        HEADS=heads,
         WIDTH=width,
         PIECES=pieces,
         MIN_TILES=MIN_PART_TILES,
         TILES=tiles,
         PDL=early,
-        num_warps=1,
+        num_warps=warps,
         launch_pdl=early,
     )
 
@@ -68,6 +71,7 @@ def _join(
     parts,
     N: tl.constexpr,
     C: tl.constexpr,
+    HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     PIECES: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -76,33 +80,37 @@ def _join(
 ):
     let_next_begin(PDL)
     seq = tl.program_id(0)
-    head = tl.program_id(1)
+    head_H = tl.minimum(tl.program_id(1) * HEADS + tl.arange(0, HEADS), N - 1)  # the last one more than once
     col_C = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     per_part = tl.maximum(tl.cdiv(tl.load(starts_ptr + num_sequences), parts), MIN_TILES)
     per_part = tl.cdiv(per_part, TILES) * TILES
     start = tl.load(starts_ptr + seq)
     end = tl.load(starts_ptr + seq + 1)
-    out_row_ptr = out_ptr + (seq * N + head) * C
+    out_HC = out_ptr + ((seq * N + head_H) * C)[:, None] + col_C[None, :]
+    mask_1C = (col_C < C)[None, :]
     wait_for_previous(PDL)  # the plan was ready before the first kernel of this chain
     if start == end:
-        tl.store(out_row_ptr + col_C, tl.zeros([WIDTH], tl.float32), col_C < C)
+        tl.store(out_HC, tl.zeros([HEADS, WIDTH], tl.float32), mask_1C)
         return
     first = start // per_part
     count = (end - 1) // per_part - first + 1
     if count > 1:  # else the decode kernel wrote it
-        top = tl.full([], -float("inf"), tl.float32)
-        total = tl.zeros([], tl.float32)
-        acc_C = tl.zeros([WIDTH], tl.float32)
+        top_H = tl.full([HEADS], -float("inf"), tl.float32)
+        total_H = tl.zeros([HEADS], tl.float32)
+        acc_HC = tl.zeros([HEADS, WIDTH], tl.float32)
         for done in tl.range(0, count, PIECES):
             piece_J = done + tl.arange(0, PIECES)
-            row_J = (first + piece_J + seq) * N + head
-            lse_J = tl.load(lse_ptr + row_J, piece_J < count, other=-float("inf"))
-            new_top = tl.maximum(top, tl.max(lse_J, 0))
-            weight_J = tl.exp2(lse_J - new_top)
-            mask_JC = (piece_J < count)[:, None] & (col_C < C)[None, :]
-            piece_JC = tl.load(pieces_ptr + row_J.to(tl.int64)[:, None] * C + col_C[None, :], mask_JC, other=0.0)
-            shrink = tl.exp2(top - new_top)
-            acc_C = acc_C * shrink + tl.sum(piece_JC * weight_J[:, None], 0)
-            total = total * shrink + tl.sum(weight_J, 0)
-            top = new_top
-        tl.store(out_row_ptr + col_C, acc_C / total, col_C < C)
+            row_JH = (first + piece_J + seq)[:, None] * N + head_H[None, :]
+            lse_JH = tl.load(lse_ptr + row_JH, (piece_J < count)[:, None], other=-float("inf"))
+            new_top_H = tl.maximum(top_H, tl.max(lse_JH, 0))
+            weight_JH = tl.exp2(lse_JH - new_top_H[None, :])
+            piece_JHC = tl.load(
+                pieces_ptr + row_JH.to(tl.int64)[:, :, None] * C + col_C[None, None, :],
+                (piece_J < count)[:, None, None] & (col_C < C)[None, None, :],
+                other=0.0,
+            )
+            shrink_H = tl.exp2(top_H - new_top_H)
+            acc_HC = acc_HC * shrink_H[:, None] + tl.sum(piece_JHC * weight_JH[:, :, None], 0)
+            total_H = total_H * shrink_H + tl.sum(weight_JH, 0)
+            top_H = new_top_H
+        tl.store(out_HC, acc_HC / total_H[:, None], mask_1C)
