@@ -78,20 +78,27 @@ def _packed(rows_PSW: Tensor) -> Tensor:
     return torch.cat(parts).view(len(rows_PSW), PAGE, -1)
 
 
-def triton_decode() -> Callable[..., Tensor]:
-    return next(backend for backend in mla_decode.BACKENDS if backend.name == "triton").load()
+def own_decode(case: Case, layer_PSW: Tensor) -> Callable[..., Tensor]:
+    """Return the first that is not FlashMLA."""
+    problem = _problem(case, layer_PSW)
+    own = [
+        backend for backend in mla_decode.BACKENDS if backend.name != "flashmla" and backend.refuses(problem) is None
+    ]
+    return own[0].load()
 
 
 def chosen_decode(case: Case, layer_PSW: Tensor) -> Callable[..., Tensor]:
-    return mla_decode.kernel_for(
-        mla_decode.Problem("cuda", layer_PSW.dtype, case.heads, LATENT, LATENT + ROPE, layer_PSW.shape[1])
-    )
+    return mla_decode.kernel_for(_problem(case, layer_PSW))
+
+
+def _problem(case: Case, layer_PSW: Tensor) -> mla_decode.Problem:
+    return mla_decode.Problem("cuda", layer_PSW.dtype, case.heads, LATENT, LATENT + ROPE, layer_PSW.shape[1])
 
 
 def against_flashmla(case: Case, device: torch.device, *, copy_bytes_per_s: float, repetitions: int) -> dict[str, Any]:
     """Return ours over the copy rate and over FlashMLA, where that is installed."""
     rows = Rows(case, device)
-    works = {"ours": rows.step(triton_decode(), mla_decode.DecodePlan.of(rows.plan))}
+    works = {"ours": rows.step(own_decode(case, rows.layers[0]), mla_decode.DecodePlan.of(rows.plan))}
     if flashmla_refuses("cuda", torch.bfloat16, 64, LATENT, LATENT + ROPE, PAGE) is None:
         works["flashmla"] = rows.step(load_flashmla(), rows.plan)
     times = side_by_side(works, repetitions=repetitions, calls_per_work=rows.num_layers)

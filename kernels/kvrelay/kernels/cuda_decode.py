@@ -31,7 +31,7 @@ SHARED_BYTES = 227 * 1024  # of a block: all that Hopper gives one
 
 
 class Arguments(ctypes.Structure):
-    """`Args` of the source."""
+    """`Args` of the source, and the second half of those of heads.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "pool", "table", "lengths", "starts", "out", "pieces", "lse")),
@@ -62,12 +62,12 @@ class Arguments(ctypes.Structure):
 
 
 class Results:
-    """What the kernel fills: sequences inside one part, and pieces of the others."""
+    """What a kernel fills: sequences inside one part, and pieces of the others."""
 
-    def __init__(self, q_BNW: Tensor, *, latent_width: int, parts: int) -> None:
+    def __init__(self, q_BNW: Tensor, *, latent_width: int, parts: int, out_dtype: torch.dtype = torch.float32) -> None:
         num_sequences, num_heads, _ = q_BNW.shape
         pieces = parts + num_sequences
-        self.out_BNC = q_BNW.new_empty(num_sequences, num_heads, latent_width, dtype=torch.float32)
+        self.out_BNC = q_BNW.new_empty(num_sequences, num_heads, latent_width, dtype=out_dtype)
         self.pieces_JNC = q_BNW.new_empty(pieces, num_heads, latent_width, dtype=torch.float32)
         self.lse_JN = q_BNW.new_empty(pieces, num_heads, dtype=torch.float32)  # base 2
 

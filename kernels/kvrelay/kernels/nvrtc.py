@@ -14,6 +14,8 @@ import torch
 from kvrelay.core.errors import NoKernelError
 from kvrelay.kernels.optional import import_refuses
 
+TensorMap = ctypes.c_ubyte * 128  # CUtensorMap
+
 
 @functools.cache
 def nvrtc_refuses() -> str | None:
@@ -71,7 +73,8 @@ def compile_kernel(
     from cuda.bindings import driver  # noqa: PLC0415 - optional
 
     major, minor = torch.cuda.get_device_capability(device)
-    image, _ = compile_image(source, f"sm_{major}{minor}", defines)
+    # "a": with what later architectures may not have, such as the products of warpgroups.
+    image, _ = compile_image(source, f"sm_{major}{minor}a", defines)
     torch.cuda.synchronize(device)  # makes the device's context this thread's
     library = _checked(driver.cuLibraryLoadData(image, [], [], 0, [], [], 0))
     kernel = _checked(driver.cuLibraryGetKernel(library, name.encode()))
@@ -105,6 +108,29 @@ def compile_image(source: Path, architecture: str, defines: Mapping[str, int]) -
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     return bytes(image), text
+
+
+@functools.lru_cache(maxsize=1024)  # an address means the same rows as long as a layer of a pool lives there
+def tensor_map(address: int, num_rows: int, row_width: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """Return a driver's description of bf16 rows for copies of boxes of 64 x 64, swizzled in rows of 128 bytes."""
+    from cuda.bindings import driver  # noqa: PLC0415 - optional
+
+    made = _checked(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            2,
+            address,
+            [driver.cuuint64_t(row_width), driver.cuuint64_t(num_rows)],
+            [driver.cuuint64_t(2 * row_width)],
+            [driver.cuuint32_t(64), driver.cuuint32_t(64)],
+            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return TensorMap.from_buffer_copy(ctypes.string_at(made.getPtr(), ctypes.sizeof(TensorMap)))
 
 
 def _checked(result: tuple[Any, ...]) -> Any:

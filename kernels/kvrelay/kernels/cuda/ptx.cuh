@@ -49,6 +49,30 @@ __device__ __forceinline__ void copy_once(void* to, const u8* from, u32 bytes, u
       : "memory");
 }
 
+struct alignas(64) TensorMap {  // CUtensorMap
+  u64 words[16];
+};
+
+// A box of the tensor; see blocks.cuh.
+__device__ __forceinline__ void copy_box(void* to, const TensorMap& tensor, int column, int row, u64* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          shared_address(to)),
+      "l"(&tensor), "r"(column), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// The same for numbers that nobody reads again soon.
+__device__ __forceinline__ void copy_box_once(void* to, const TensorMap& tensor, int column, int row, u64* barrier) {
+  asm volatile(
+      "{\n.reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3}], [%4], policy;\n}" ::"r"(shared_address(to)),
+      "l"(&tensor), "r"(column), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+
 __device__ __forceinline__ void expect(u64* barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
@@ -86,6 +110,12 @@ __device__ __forceinline__ u32 high_pair(u32 word) {
 __device__ __forceinline__ u32 f16_pair(float low, float high) {
   u32 out;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+
+__device__ __forceinline__ u32 bf16_pair(float low, float high) {
+  u32 out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
   return out;
 }
 

@@ -1,0 +1,47 @@
+// Split decode attention over bf16 latent rows, 64 heads a block; see heads_decode.py.
+//
+// Two warpgroups have half of the 512 columns of the result each, and take pages in turns: one scores a page and makes
+// its weights, both multiply them with their half of the page's values. So one's exponentials are made while the matrix
+// unit works for the other. A block's memory has room for the queries and two pages; their halves are copied anew as soon
+// as both groups let them go.
+
+#include "heads_attend.cuh"
+#include "heads_load.cuh"
+
+extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) decode(const __grid_constant__ Args args) {
+  extern __shared__ __align__(1024) u8 memory[];
+  Shared& shared = *(Shared*)memory;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, part = blockIdx.y;
+  if (args.starts_early) let_next_begin();
+  wait_for_previous();
+  const int total = args.starts[args.num_sequences];
+  const int per_part =
+      ((total + (int)gridDim.y - 1) / (int)gridDim.y + PART_TILES - 1) / PART_TILES * PART_TILES;
+  Walk walk;
+  walk.tile = part * per_part;
+  walk.end = min(walk.tile + per_part, total);
+  if (walk.tile >= walk.end) return;
+  // As many sequences as end at or before a part's first tile come before it.
+  int before = 0;
+  for (int i = lane; i < args.num_sequences; i += 32) before += args.starts[i + 1] <= walk.tile;
+  walk.seq = __reduce_add_sync(~0u, before);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 4; i++) {
+      init(&shared.full[i / 2][i % 2], 1);
+      init(&shared.empty[i / 2][i % 2], GROUP / 32);
+    }
+    for (int i = 0; i < 2; i++) init(&shared.weights[i], GROUP);
+    publish_barriers();
+  }
+  __syncthreads();
+  if (warp >= 2 * GROUP / 32) {
+    fewer_registers<24>();
+    if (threadIdx.x == 2 * GROUP) run_loader(args, shared, walk);
+  } else {
+    more_registers<240>();
+    if (warp < GROUP / 32)
+      run_attend<0>(args, shared, walk, blockIdx.x * HEADS, part, warp, lane);
+    else
+      run_attend<1>(args, shared, walk, blockIdx.x * HEADS, part, warp - GROUP / 32, lane);
+  }
+}
