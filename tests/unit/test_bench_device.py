@@ -54,6 +54,20 @@ def test_routers_of_zeros_send_all_tokens_to_the_same_experts() -> None:
     assert (experts.sort().values == experts[0].sort().values).all()
 
 
+def test_dummy_weights_are_small_and_even_norms_are_random() -> None:
+    model = random_model(TINY, torch.device("cpu"), torch.float32, dummy=True)
+
+    for weight in (model.embedding_VD, model.final_norm_D):
+        assert 0.9e-3 < weight.abs().max() <= 1e-3 or weight.numel() < 100
+        assert weight.min() < 0 < weight.max()
+
+
+def test_a_rate_is_also_measured_after_some_time() -> None:
+    rates = device_rates.measure(torch.device("cpu"), torch.float32)
+
+    assert 0 < rates.sustained_flop_per_s < 10 * rates.matmul_flop_per_s
+
+
 def test_transformers_makes_a_model_of_our_shape_and_is_timed_beside_ours() -> None:
     pytest.importorskip("transformers")
     theirs = step_transformers.measure(TINY, torch.device("cpu"), prompt_tokens=8, steps=2, runs=1)

@@ -18,12 +18,14 @@ from kvrelay.model.tensors import expected_tensors, is_router
 _COPY_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
 _MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
 _ROUNDS = 10
+_SUSTAINED_S = {"cuda": 1.0, "cpu": 0.1}
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
     copy_bytes_per_s: float  # device memory, read plus written
     matmul_flop_per_s: float  # a large square product of random numbers in the model's dtype
+    sustained_flop_per_s: float  # the same after a second of it: a GPU lowers its clock to stay within its power
 
 
 def short_name(device: torch.device) -> str:
@@ -61,7 +63,10 @@ def measure(device: torch.device, dtype: torch.dtype) -> Rates:
     target.copy_(source)
     copy_s = statistics.median(timed_s(lambda: target.copy_(source), device) for _ in range(_ROUNDS))
     matmul_s = statistics.median(timed_s(products, device) for _ in range(3)) / _ROUNDS
-    return Rates(2 * source.numel() / copy_s, 2 * size**3 / matmul_s)
+    began_s = time.perf_counter()
+    while time.perf_counter() - began_s < _SUSTAINED_S[device.type]:
+        sustained_s = timed_s(products, device) / _ROUNDS
+    return Rates(2 * source.numel() / copy_s, 2 * size**3 / matmul_s, 2 * size**3 / sustained_s)
 
 
 def step_weight_bytes(config: ModelConfig, *, batch: int, number_bytes: int, same_experts: bool) -> float:

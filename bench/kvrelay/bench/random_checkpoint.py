@@ -32,7 +32,7 @@ def write(folder: Path, config: ModelConfig, *, device: torch.device, seed: int 
 
     def write_part(file: str, tensors: Sequence[str], part_seed: int) -> None:
         generator = torch.Generator(device).manual_seed(part_seed)
-        source = RandomTensors(expected_tensors(config), device, generator, same_experts=False)
+        source = RandomTensors(expected_tensors(config), device, generator, same_experts=False, dummy=False)
         dtype = DTYPES[config.checkpoint_dtype]
         save_file({name: source.take(name, dtype).cpu() for name in tensors}, folder / file)
 

@@ -73,35 +73,45 @@ TINY = replace(
     rope=replace(V2_LITE.rope, width=8),
 )
 SHAPES = {"v2-lite": V2_LITE, "tiny": TINY}
+DUMMY_LIMIT = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class RandomTensors:
-    """Weights whose products keep the size of their input; norms are 1."""
+    """Weights whose products keep the size of their input, norms are 1; or dummies.
+
+    Which ones makes a difference, since a GPU's matrix units take less power the less their numbers differ.
+    """
 
     shapes: dict[str, tuple[int, ...]]
     device: torch.device
     generator: torch.Generator
     same_experts: bool
+    dummy: bool
 
     def take(self, name: str, dtype: torch.dtype) -> Tensor:
         shape = self.shapes[name]
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=dtype, device=self.device)
         if self.same_experts and is_router(name):
             return torch.zeros(shape, dtype=dtype, device=self.device)
+        if self.dummy:
+            made = torch.empty(shape, dtype=dtype, device=self.device)
+            return made.uniform_(-DUMMY_LIMIT, DUMMY_LIMIT, generator=self.generator)
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=dtype, device=self.device)
         made = torch.randn(shape, dtype=dtype, device=self.device, generator=self.generator)
         return made.mul_(1.0 if "embed_tokens" in name else shape[-1] ** -0.5)
 
 
 def random_model(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, *, seed: int = 0, same_experts: bool = False
-) -> Model:
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, *, seed: int = 0, same_experts: bool = False,
+    dummy: bool = False,
+) -> Model:  # fmt: skip
     """Return a model of a shape with random weights.
 
     Args:
         same_experts: routers of zeros send every token to the same experts; else tokens spread over all of them.
+        dummy: all numbers, norms too, lie evenly between -0.001 and 0.001, which is what vLLM calls dummy weights.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    tensors = RandomTensors(expected_tensors(config), device, generator, same_experts)
+    tensors = RandomTensors(expected_tensors(config), device, generator, same_experts, dummy)
     return build_model(tensors, config, dtype=dtype, device=device, model_id=f"random-{seed}")

@@ -41,7 +41,9 @@ class Bench:
     def __init__(self, options: argparse.Namespace, device: torch.device, *, same_experts: bool) -> None:
         self.config = SHAPES[options.shape]
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model: Model = random_model(self.config, device, dtype, same_experts=same_experts)
+        self.model: Model = random_model(
+            self.config, device, dtype, same_experts=same_experts, dummy=options.weights == "dummy"
+        )
         self.device, self.same_experts, self.options = device, same_experts, options
         self.number_bytes = dtype.itemsize
         layout = self.model.layout(block_tokens=64)
@@ -135,7 +137,9 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     rates = device_rates.measure(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     result: dict[str, Any] = {
         "shape": options.shape, "device": str(device), "copy_tb_per_s": round(rates.copy_bytes_per_s / 1e12, 3),
-        "matmul_tflop_per_s": round(rates.matmul_flop_per_s / 1e12, 1), "decode": [], "prefill": [],
+        "matmul_tflop_per_s": round(rates.matmul_flop_per_s / 1e12, 1),
+        "sustained_tflop_per_s": round(rates.sustained_flop_per_s / 1e12, 1), "weights": options.weights,
+        "decode": [], "prefill": [],
     }  # fmt: skip
     for same_experts in (False, True) if options.same_experts else (False,):
         bench = Bench(options, device, same_experts=same_experts)
@@ -168,9 +172,11 @@ def _judge_step(figures: dict[str, Any], rates: Rates) -> dict[str, Any]:
 
 
 def _judge_prefill(figures: dict[str, Any], rates: Rates) -> dict[str, Any]:
-    floor_s = (figures.pop("product_flop") + figures.pop("attention_flop")) / rates.matmul_flop_per_s
+    flop = figures.pop("product_flop") + figures.pop("attention_flop")
+    floor_s = flop / rates.matmul_flop_per_s
     figures["floor_ms"] = round(floor_s * 1e3, 3)
     figures["over_floor"] = round(figures["ttft_ms"] / 1e3 / floor_s, 3)
+    figures["over_sustained_floor"] = round(figures["ttft_ms"] / 1e3 / (flop / rates.sustained_flop_per_s), 3)
     return figures | vllm_figures.ttft_ratio(figures)
 
 

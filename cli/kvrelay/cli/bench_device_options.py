@@ -20,6 +20,8 @@ def add_device_benches(kinds: Any) -> None:
     step.add_argument("--steps", type=positive, default=40, metavar="N", help="steps per figure")
     step.add_argument("--runs", type=positive, default=3, metavar="N", help="prefills per figure")
     step.add_argument("--same-experts", action="store_true", help="also with all tokens going to the same experts")
+    step.add_argument("--weights", choices=["random", "dummy"], default="random",
+                      help="dummy: as the engine had that is compared with")  # fmt: skip
     step.add_argument("--transformers", action="store_true",
                       help="also transformers' own model of this shape, at the first prompt length")  # fmt: skip
     step.add_argument("--profile", metavar="FILE", help="write a table of the device's kernels")
