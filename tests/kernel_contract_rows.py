@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernel_contract import DEVICE, ON_GPU, randn
 from kvrelay.core.layout import fp8_row_bytes
-from kvrelay.kernels import checksum, mla_prefill, quant, reference, triton_checksum, triton_join
+from kvrelay.kernels import checksum, gpu_prefill, mla_prefill, quant, reference, triton_checksum, triton_join
 from kvrelay.kernels.paged_plan import PagedPlan
 from kvrelay.kernels.pieces import Pieces
 from kvrelay.kernels.rope import Rope, RopeTables, apply_rope
@@ -96,6 +96,22 @@ def test_a_prefill_block_equals_the_reference(
     out, lse = backend.load()(q, k, v, scale=0.1, causal=causal)
 
     out_expected, lse_expected = reference.attend_block(q.cpu(), k.cpu(), v.cpu(), scale=0.1, causal=causal)
+    torch.testing.assert_close(out.float().cpu(), out_expected, atol=2e-2, rtol=0)
+    torch.testing.assert_close(lse.cpu(), lse_expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="kernels of others, for GPUs alone")
+@pytest.mark.parametrize("tokens", [33, 192, 520])
+def test_long_causal_calls_have_tiles_of_their_own(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = mla_prefill.Problem("cuda", torch.bfloat16, 192, 128)
+    if (why := gpu_prefill.flash4_refuses(problem)) is not None:
+        pytest.skip(why)
+    monkeypatch.setattr(gpu_prefill, "LONG_KEYS", 1)
+    q, k, v = a_prefill(tokens, tokens, 16, 192, 128)
+
+    out, lse = gpu_prefill.load_flash4()(q, k, v, scale=0.1, causal=True)
+
+    out_expected, lse_expected = reference.attend_block(q.cpu(), k.cpu(), v.cpu(), scale=0.1, causal=True)
     torch.testing.assert_close(out.float().cpu(), out_expected, atol=2e-2, rtol=0)
     torch.testing.assert_close(lse.cpu(), lse_expected, atol=1e-3, rtol=1e-4)
 

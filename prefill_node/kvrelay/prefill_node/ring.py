@@ -19,13 +19,13 @@ from torch import Tensor
 from kvrelay.core.errors import RingError
 from kvrelay.core.types import Counters
 from kvrelay.kernels.merge import merge_in_place
-from kvrelay.kernels.mla_prefill import attend_block
+from kvrelay.kernels.mla_prefill import Problem, attend_block, slows_when_long
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.transformer import Layer
 from kvrelay.prefill_node.group import Header, RingGroup
 from kvrelay.prefill_node.ring_plan import Pair
 
-# Attention kernels slow down when a call is very long: cuDNN from 612 TFLOP/s at 32K tokens to 549 at 512K.
+# Longer calls are cut where that makes them faster.
 BLOCK_TOKENS = 32_768
 
 
@@ -151,8 +151,10 @@ class Partial:
         return self._out_TNV
 
     def add(self, pair: Pair, k_BNK: Tensor, v_BNV: Tensor, scale: float) -> None:
-        """Attend one pair over expanded rows and merge it in, block by block when it is long."""
-        for block in pair.blocks(BLOCK_TOKENS):
+        """Attend one pair over expanded rows and merge it in, block by block where long calls are slow."""
+        q_TNK = self._queries(pair)
+        problem = Problem(q_TNK.device.type, q_TNK.dtype, q_TNK.shape[-1], v_BNV.shape[-1])
+        for block in pair.blocks(BLOCK_TOKENS) if slows_when_long(problem) else (pair,):
             keys = slice(block.keys.start, block.keys.end)
             part = attend_block(self._queries(block), k_BNK[keys], v_BNV[keys], scale=scale, causal=block.causal)
             self._merge(block, *part)
