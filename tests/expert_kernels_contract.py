@@ -49,11 +49,11 @@ def test_each_row_is_that_of_its_token(width: int) -> None:
 
 @pytest.mark.parametrize("adds", [False, True])
 def test_a_combination_takes_more_rows_and_what_is_there(adds: bool) -> None:
-    rows, weights, more, into = (on_device(*shape, seed=2) for shape in ((12, 70), (6, 2), (3, 6, 70), (6, 70)))
+    rows, weights, more, into = (on_device(*shape, seed=2) for shape in ((12, 70), (6, 2), (6, 70), (6, 70)))
     places = torch.randperm(12, generator=torch.Generator().manual_seed(4)).view(6, 2).to(DEVICE)
-    expected = (rows[places] * weights[..., None]).sum(1) + more.sum(0) + (into if adds else 0)
+    expected = (rows[places] * weights[..., None]).sum(1) + more + (into if adds else 0)
 
-    found = triton_layer.combine(rows, places.int(), weights, more_STD=more, into_TD=into if adds else None)
+    found = triton_layer.combine(rows, places.int(), weights, more_TD=more, into_TD=into if adds else None)
 
     assert (found.data_ptr() == into.data_ptr()) is adds
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -73,7 +73,8 @@ def test_experts_for_every_token_may_stand_apart(tokens: int, adds: bool) -> Non
     expected = (each.gather(1, ids[..., None].expand(-1, -1, 64)) * weights[..., None]).sum(1) + each[:, 8:].sum(1)
     expected += into.float() if adds else 0
 
-    found = grouped_experts(x, weights, ids, gate_up, down, num_apart=2, into_TD=into if adds else None)
+    beside = down[8:].transpose(0, 1).flatten(1).contiguous()
+    found = grouped_experts(x, weights, ids, gate_up, down, down_apart_DX=beside, into_TD=into if adds else None)
 
     assert (found.float() - expected).norm() < 1e-2 * expected.norm()
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvrelay.bench.random_model import V2_LITE
 from kvrelay.cli import fit
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.kvcache.pool import LatentPool
@@ -186,6 +187,15 @@ def test_loaded_bytes_counts_what_is_loaded(tmp_path: Path) -> None:
 
     assert loaded_bytes(config, 4) == 4 * numbers
     assert 2 * numbers < loaded_bytes(config, 2) < 2.1 * numbers  # routers stay fp32
+
+
+def test_a_gpu_has_some_weights_twice() -> None:
+    def gib(device_type: str) -> float:
+        return loaded_bytes(V2_LITE, 2, device_type=device_type) / 2**30
+
+    # 27 layers expand rows of 576 numbers to 16 heads of 320; 26 have shared experts of 2,816 by 2,048.
+    assert gib("cuda") - gib("cpu") == pytest.approx((27 * 16 * 320 * 576 + 26 * 2816 * 2048) * 2 / 2**30)
+    assert gib("cuda") < 1.02 * gib("cpu")
 
 
 def test_layers_beyond_the_model_and_derived_buffers_are_skipped(tmp_path: Path) -> None:

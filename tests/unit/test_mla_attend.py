@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -9,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kvrelay.kernels.mla_prefill import attend_block
 from kvrelay.model.checkpoint import load_model
 from kvrelay.model.embedded_path import embedded_checkpoint
+from kvrelay.model.mla import Attention, expansion
 from kvrelay.model.transformer import Model
 
 
@@ -49,3 +52,19 @@ def test_rows_are_expanded_only_when_many_queries_share_the_work(model: Model, n
         layer.attend(q_TNK, rows_SW, scale=model.softmax_scale)
 
     assert (attending.get_total_flops() >= expanding.get_total_flops()) is expands
+
+
+@torch.inference_mode()
+def test_one_product_expands_rows_as_several_steps_do(model: Model) -> None:
+    attention, config = model.layers[0]._attention, model.config
+    _, rows_SW = queries_and_rows(model, 1, 50)
+    by_head = attention._weights.kv_up.view(config.num_heads, -1, config.kv_lora_rank)
+    weights = dataclasses.replace(attention._weights, expand=expansion(by_head, config))
+
+    k_SNK, v_SNV = Attention(config, weights).expand(rows_SW)
+
+    wanted_SNK, wanted_SNV = attention.expand(rows_SW)
+    torch.testing.assert_close(k_SNK, wanted_SNK, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(v_SNV, wanted_SNV, atol=1e-5, rtol=1e-5)
+    turned = slice(config.nope_width, None)
+    assert torch.equal(k_SNK[..., turned], wanted_SNK[..., turned])  # copied, not computed

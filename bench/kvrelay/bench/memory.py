@@ -48,15 +48,15 @@ def predict(config: ModelConfig, *, pool_bytes: int, chunk_tokens: int, number_b
     """Return what a GPU will hold at the peak of a prefill in chunks of `chunk_tokens`."""
     heads, row_width = config.num_heads, config.kv_lora_rank + config.rope_width
     expanded = heads * (config.key_width + config.value_width)
-    # A layer keeps its input, its first product, its rows, their keys and values, and the result of its attention.
-    kept = config.hidden_size + heads * config.key_width + 2 * row_width + expanded
+    # A layer keeps its input, its first product, its rows, and the result of its attention.
+    kept = config.hidden_size + heads * config.key_width + 2 * row_width
     kept_bytes = chunk_tokens * (kept * number_bytes + heads * (config.value_width * _FP32 + _FP32))
     block_bytes = PREFIX_BLOCK_TOKENS["cuda"] * row_width * number_bytes
     # While earlier rows are attended: their keys and values, and what comes of them, which may be put together.
     partial = chunk_tokens * heads * (2 * config.value_width * number_bytes + _FP32)
     attention = PREFIX_BLOCK_TOKENS["cuda"] * expanded * number_bytes + partial
     temporaries = kept_bytes + block_bytes + max(attention, _feed_forward_bytes(config, chunk_tokens, number_bytes))
-    return Prediction(loaded_bytes(config, number_bytes), pool_bytes, temporaries)
+    return Prediction(loaded_bytes(config, number_bytes, device_type="cuda"), pool_bytes, temporaries)
 
 
 def _feed_forward_bytes(config: ModelConfig, tokens: int, number_bytes: int) -> int:

@@ -1,7 +1,7 @@
 """Routed experts on a GPU without the host knowing who goes where: nothing waits, and a graph can record it.
 
 Shapes in this file: T tokens, D hidden, E experts, S experts that every token goes to, I expert width,
-K experts chosen per token, A = T * K pairs.
+K experts chosen per token, A = T * K pairs, X = S * I.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvrelay.kernels import quack_experts
@@ -41,7 +42,7 @@ def grouped_experts(
     gate_up_E2ID: Tensor,
     down_EDI: Tensor,
     *,
-    num_apart: int = 0,
+    down_apart_DX: Tensor | None = None,
     into_TD: Tensor | None = None,
 ) -> Tensor:
     """Return per token the weighted sum of its experts' gated MLPs.
@@ -50,23 +51,23 @@ def grouped_experts(
         x_TD: bf16.
         weights_TK: fp32.
         experts_TK: int64.
-        num_apart: the last experts of the stacks, which are not chosen: every token goes to them with weight 1. Then
-            no token is copied for them.
+        down_apart_DX: when given, the last S experts of the stacks are not chosen: every token goes to them with
+            weight 1, and none is copied for them. Their last products, X = S * I, side by side: so they are one.
         into_TD: contiguous, receives the sum on top of what it holds, and is returned.
     """
     from kvrelay.kernels.triton_layer import combine  # noqa: PLC0415 - CPUs need no Triton
     from kvrelay.kernels.triton_order import expert_order  # noqa: PLC0415
 
-    if len(x_TD) <= FEW_TOKENS and not num_apart:
+    if len(x_TD) <= FEW_TOKENS and down_apart_DX is None:
         from kvrelay.kernels.triton_experts import few_tokens_experts  # noqa: PLC0415
 
         return few_tokens_experts(x_TD, weights_TK, experts_TK, gate_up_E2ID, down_EDI, into_TD=into_TD)
-    num_chosen = len(gate_up_E2ID) - num_apart
+    num_chosen = len(gate_up_E2ID) - (0 if down_apart_DX is None else down_apart_DX.shape[1] // down_EDI.shape[2])
     order = expert_order(experts_TK, num_chosen)
     chosen, apart = (_quack_chosen, _quack_apart) if _takes_quack(x_TD, down_EDI) else (_torch_chosen, _torch_apart)
     out_AD = chosen(x_TD, order, gate_up_E2ID[:num_chosen], down_EDI[:num_chosen])
-    more_STD = apart(x_TD, gate_up_E2ID[num_chosen:], down_EDI[num_chosen:]) if num_apart else None
-    return combine(out_AD, order.places_TK, weights_TK, more_STD=more_STD, into_TD=into_TD)
+    more_TD = None if down_apart_DX is None else F.linear(apart(x_TD, gate_up_E2ID[num_chosen:]), down_apart_DX)
+    return combine(out_AD, order.places_TK, weights_TK, more_TD=more_TD, into_TD=into_TD)
 
 
 def _takes_quack(x_TD: Tensor, down_EDI: Tensor) -> bool:
@@ -89,19 +90,19 @@ def _torch_chosen(x_TD: Tensor, order: ExpertOrder, gate_up_E2ID: Tensor, down_E
     return torch._grouped_mm(narrow_AI, down_EDI.mT, offs=ends_E)  # noqa: SLF001
 
 
-def _quack_apart(x_TD: Tensor, gate_up_S2ID: Tensor, down_SDI: Tensor) -> Tensor:
-    narrow_STI = x_TD.new_empty(len(down_SDI), len(x_TD), down_SDI.shape[2])
-    for one_2ID, narrow_TI in zip(gate_up_S2ID, narrow_STI, strict=True):
-        quack_experts.gate_up(x_TD, one_2ID, narrow_TI)
-    return torch.bmm(narrow_STI, down_SDI.mT)
+def _quack_apart(x_TD: Tensor, gate_up_S2ID: Tensor) -> Tensor:
+    """Return silu(gate) * up of each of S experts and every token, side by side: [T, S * I]."""
+    num_apart, width = len(gate_up_S2ID), gate_up_S2ID.shape[1] // 2
+    narrow_TSI = x_TD.new_empty(len(x_TD), num_apart, width)
+    for expert in range(num_apart):
+        quack_experts.gate_up(x_TD, gate_up_S2ID[expert], narrow_TSI[:, expert])
+    return narrow_TSI.flatten(1)
 
 
-def _torch_apart(x_TD: Tensor, gate_up_S2ID: Tensor, down_SDI: Tensor) -> Tensor:
-    """Return what each of S experts makes of every token, [S, T, D]."""
+def _torch_apart(x_TD: Tensor, gate_up_S2ID: Tensor) -> Tensor:
+    """As `_quack_apart`."""
     from kvrelay.kernels.triton_layer import gated  # noqa: PLC0415
 
-    num_apart, hidden, width = down_SDI.shape
-    wide_X2I = torch.mm(x_TD, gate_up_S2ID.view(-1, hidden).T).view(-1, 2 * width)  # X = T * S, expert after expert
-    narrow_TSI = gated(wide_X2I).view(-1, num_apart, width)
-    del wide_X2I
-    return torch.bmm(narrow_TSI.transpose(0, 1), down_SDI.mT)
+    num_apart, width = len(gate_up_S2ID), gate_up_S2ID.shape[1] // 2
+    wide_TX = torch.mm(x_TD, gate_up_S2ID.flatten(0, 1).T)
+    return gated(wide_TX.view(-1, 2 * width)).view(-1, num_apart * width)

@@ -237,7 +237,7 @@ def gated(wide_A2I: Tensor) -> Tensor:
 
 @triton.jit
 def _combine_kernel(
-    rows_ptr, places_ptr, weights_ptr, more_ptr, add_ptr, out_ptr, width, more_stride,
+    rows_ptr, places_ptr, weights_ptr, more_ptr, add_ptr, out_ptr, width,
     TOP: tl.constexpr, IN_ORDER: tl.constexpr, MORE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -250,9 +250,8 @@ def _combine_kernel(
             place = tl.load(places_ptr + place).to(tl.int64)
         weight = tl.load(weights_ptr + token * TOP + index)
         total += weight * tl.load(rows_ptr + place * width + columns, mask=inside, other=0.0).to(tl.float32)
-    for _ in tl.static_range(MORE):
+    if MORE:
         total += tl.load(more_ptr + token * width + columns, mask=inside, other=0.0).to(tl.float32)
-        more_ptr += more_stride  # a product with it may be beyond 32 bits
     if ADD:
         total += tl.load(add_ptr + token * width + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + columns, total, mask=inside)
@@ -263,14 +262,14 @@ def combine(
     places_TK: Tensor | None,
     weights_TK: Tensor,
     *,
-    more_STD: Tensor | None = None,
+    more_TD: Tensor | None = None,
     into_TD: Tensor | None = None,
 ) -> Tensor:
     """Return per token the sum, in fp32 inside, of its K rows times their weights.
 
     Args:
         places_TK: rows, any integers; None: the rows stand in order.
-        more_STD: contiguous, rows that are added as they are.
+        more_TD: contiguous, a row per token that is added as it is.
         into_TD: contiguous, receives the sum on top of what it holds, and is returned.
     """
     tokens, top = weights_TK.shape
@@ -281,8 +280,8 @@ def combine(
     if tokens:
         _combine_kernel[(tokens, triton.cdiv(width, block))](
             rows_AD, weights_TK if places_TK is None else places_TK, weights_TK,
-            rows_AD if more_STD is None else more_STD, out_TD, out_TD, width, tokens * width,
-            TOP=top, IN_ORDER=places_TK is None, MORE=0 if more_STD is None else len(more_STD),
-            ADD=into_TD is not None, BLOCK=block, num_warps=4,
+            rows_AD if more_TD is None else more_TD, out_TD, out_TD, width,
+            TOP=top, IN_ORDER=places_TK is None, MORE=more_TD is not None, ADD=into_TD is not None,
+            BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out_TD

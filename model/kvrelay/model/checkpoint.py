@@ -22,7 +22,7 @@ from kvrelay.kernels.rope import Rope, half_split_order
 from kvrelay.model.checkpoint_files import CheckpointFiles, files_of
 from kvrelay.model.config import ModelConfig, load_config
 from kvrelay.model.config_reader import read_json_object
-from kvrelay.model.mla import Attention, AttentionWeights
+from kvrelay.model.mla import Attention, AttentionWeights, expansion
 from kvrelay.model.moe import FeedForward, GatedMlp, Moe, Router
 from kvrelay.model.tensors import loaded_bytes
 from kvrelay.model.transformer import Layer, Model
@@ -48,7 +48,7 @@ def load_model(folder: Path, *, dtype: str, device: torch.device, max_model_len:
     config = load_config(folder, max_model_len)
     dtype = resolve_dtype(dtype, config, device)
     with CheckpointFiles(folder, config) as files:
-        _check_memory(folder, loaded_bytes(config, DTYPE_BYTES[dtype]), device)
+        _check_memory(folder, loaded_bytes(config, DTYPE_BYTES[dtype], device_type=device.type), device)
         return build_model(files, config, dtype=DTYPES[dtype], device=device, model_id=model_id(folder))
 
 
@@ -164,6 +164,7 @@ class _Builder:
             kv_up=kv_up,
             key_up_NPC=by_head[:, : config.nope_width],
             value_up_NCV=by_head[:, config.nope_width :].transpose(1, 2),
+            expand=expansion(by_head, config) if self._device.type == "cuda" else None,
             out_proj=self._take(f"{prefix}.o_proj.weight"),
             out_bias=self._take(f"{prefix}.o_proj.bias") if config.attention_bias else None,
         )
@@ -207,13 +208,13 @@ class _Builder:
             gate_up[expert, :width] = self._take(f"{prefix}.experts.{expert}.gate_proj.weight")
             gate_up[expert, width:] = self._take(f"{prefix}.experts.{expert}.up_proj.weight")
             down[expert] = self._take(f"{prefix}.experts.{expert}.down_proj.weight")
+        down_always = None
         if folded:
             shared = f"{prefix}.shared_experts"
+            down_always = self._take(f"{shared}.down_proj.weight")
             gate_up[moe.num_experts :, :width] = self._take(f"{shared}.gate_proj.weight").view(folded, width, hidden)
             gate_up[moe.num_experts :, width:] = self._take(f"{shared}.up_proj.weight").view(folded, width, hidden)
-            down[moe.num_experts :] = (
-                self._take(f"{shared}.down_proj.weight").view(hidden, folded, width).transpose(0, 1)
-            )
+            down[moe.num_experts :] = down_always.view(hidden, folded, width).transpose(0, 1)
         biased = moe.routing.value == "noaux_tc"
         weight_ED = self._take(f"{prefix}.gate.weight", torch.float32)
         on_matrix_units = self._device.type == "cuda" and self._dtype == torch.bfloat16
@@ -225,4 +226,5 @@ class _Builder:
             parts_PED=bf16_parts(weight_ED) if on_matrix_units else None,
         )
         separate = moe.shared_width and not folded
-        return Moe(router, gate_up, down, self._mlp(f"{prefix}.shared_experts") if separate else None)
+        apart = self._mlp(f"{prefix}.shared_experts") if separate else None
+        return Moe(router, gate_up, down, apart, down_always)

@@ -35,6 +35,8 @@ class AttentionWeights:
     kv_up: Tensor  # [N * (P + V), C]: per head, key rows then value rows
     key_up_NPC: Tensor  # the same numbers, split; views of one copy
     value_up_NCV: Tensor
+    # On GPUs, where one product expands cached rows: [N * (K + V), W], see `expansion`.
+    expand: Tensor | None
     out_proj: Tensor  # [D, N * V]
     out_bias: Tensor | None
 
@@ -45,6 +47,23 @@ class Projected:
 
     q_TNK: Tensor  # nope part, then rotated rope part
     rows_TW: Tensor  # normalised latent, then rotated rope key: what is cached and relayed
+
+
+def expansion(by_head: Tensor, config: ModelConfig) -> Tensor:
+    """Return the weight [N * (K + V), W] whose product with cached rows is their keys and values, head after head.
+
+    To the rope part it is 1 on the diagonal of every head's keys, which copies exactly: for two fifths more arithmetic
+    nothing else writes keys and values.
+
+    Args:
+        by_head: [N, P + V, C], per head key rows, then value rows.
+    """
+    nope_width, rope_width = config.nope_width, config.rope_width
+    made = by_head.new_zeros(config.num_heads, config.key_width + config.value_width, config.kv_lora_rank + rope_width)
+    made[:, :nope_width, : config.kv_lora_rank] = by_head[:, :nope_width]
+    made[:, nope_width : config.key_width, config.kv_lora_rank :] = torch.eye(rope_width)
+    made[:, config.key_width :, : config.kv_lora_rank] = by_head[:, nope_width:]
+    return made.flatten(0, 1)
 
 
 class Attention:
@@ -78,6 +97,18 @@ class Attention:
             q_TNK=torch.cat((q_TNK[..., :nope_width], turned_TNR), -1),
             rows_TW=torch.cat((latent_TC, apply_rope(key_TR, rope)), -1),
         )
+
+    def project_and_store(self, normed_TD: Tensor, rope: RopeTables, slots_T: Tensor, pool_SY: Tensor) -> Tensor:
+        """Return queries q_TNK and store the cache rows in a layer's pool, in one pass over both. Needs Triton."""
+        from kvrelay.kernels.triton_rows import write_rows  # noqa: PLC0415 - optional
+
+        q_TNK, latent_TC, key_TR = self._products(normed_TD)
+        turned_TNR = q_TNK[..., self._nope_width :]
+        write_rows(
+            latent_TC, key_TR, norm_C=self._weights.kv_norm_C, eps=LATENT_NORM_EPS, tables=rope, slots_T=slots_T,
+            pool=pool_SY, turn=(turned_TNR, turned_TNR),
+        )  # fmt: skip
+        return q_TNK
 
     def project_into(self, normed_TD: Tensor, rope: RopeTables, slots_T: Tensor, pool_SW: Tensor) -> Tensor:
         """Return absorbed queries q_TNW, and store the cache rows in a layer's pool; slot -1 stores nothing.
@@ -145,9 +176,11 @@ class Attention:
 
     def expand(self, rows_SW: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys k_SNK and values v_SNV that cached rows stand for."""
+        if self._weights.expand is not None:
+            key_width = self._nope_width + self._rope_width
+            both = F.linear(rows_SW, self._weights.expand).view(len(rows_SW), self._num_heads, -1)
+            return both[..., :key_width], both[..., key_width:]
         latent_SC, rope_SR = rows_SW.split_with_sizes([self._latent_width, self._rope_width], dim=-1)
-        if rows_SW.is_cuda:
-            return self._expand_in_place(latent_SC, rope_SR)
         up = F.linear(latent_SC, self._weights.kv_up).view(-1, self._num_heads, self._nope_width + self._value_width)
         nope_SNP, v_SNV = up.split_with_sizes([self._nope_width, self._value_width], dim=-1)
         k_SNK = torch.cat((nope_SNP, rope_SR[:, None].expand(-1, self._num_heads, -1)), -1)
@@ -183,18 +216,6 @@ class Attention:
         longer = row_width + self._latent_width - key_width - self._value_width
         return num_queries * (change + num_rows * longer) < num_rows * change
 
-    def _expand_in_place(self, latent_SC: Tensor, rope_SR: Tensor) -> tuple[Tensor, Tensor]:
-        """Let the products write each head where the attention kernel reads it, so that nothing is copied together."""
-        num_rows, heads, nope_width = len(latent_SC), self._num_heads, self._nope_width
-        k_SNK = latent_SC.new_empty(num_rows, heads, nope_width + self._rope_width)
-        v_SNV = latent_SC.new_empty(num_rows, heads, self._value_width)
-        latent_NSC = latent_SC.expand(heads, -1, -1)
-        key_up_NCP = self._weights.key_up_NPC.transpose(1, 2)
-        torch.bmm(latent_NSC, key_up_NCP, out=k_SNK[..., :nope_width].transpose(0, 1))
-        torch.bmm(latent_NSC, self._weights.value_up_NCV, out=v_SNV.transpose(0, 1))
-        k_SNK[..., nope_width:].copy_(rope_SR[:, None].expand(-1, heads, -1))
-        return k_SNK, v_SNV
-
     def absorb(self, q_TNK: Tensor) -> Tensor:
         """Return q_TNW whose product with a cached row equals that of q_TNK with the row's expanded key."""
         latent_NTC = torch.bmm(q_TNK[..., : self._nope_width].transpose(0, 1), self._weights.key_up_NPC)
@@ -209,6 +230,14 @@ class Attention:
         out_TNV = out_NTC.new_empty(len(out_TNC), self._num_heads, self._value_width)
         torch.bmm(out_NTC, value_up_NCV, out=out_TNV.transpose(0, 1))  # where the next product reads it
         return out_TNV
+
+    def add_output(self, hidden_TD: Tensor, attn_TNV: Tensor) -> None:
+        """Add the layer's attention output to hidden, in place: its product begins with what is there.
+
+        The sum is rounded once. For layers without biases.
+        """
+        out_proj = self._weights.out_proj
+        hidden_TD.addmm_(attn_TNV.to(out_proj.dtype).flatten(1), out_proj.T)
 
     def output(self, attn_TNV: Tensor) -> Tensor:
         """Return the layer's attention output [T, D]."""

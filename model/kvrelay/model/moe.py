@@ -122,6 +122,7 @@ class Moe:
     gate_up: Tensor  # [E, 2 I, D]
     down: Tensor  # [E, D, I]
     shared: GatedMlp | None
+    down_always: Tensor | None = None  # [D, S * I], `down` of the S shared experts that stand behind, side by side
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         if grouped_experts_refuse(x_TD) is None:
@@ -152,11 +153,12 @@ class Moe:
         return add_experts(hidden_TD, norm, experts, arrived_T)
 
     def _grouped(self, x_TD: Tensor, into_TD: Tensor | None = None) -> Tensor:
-        num_apart = self.router.num_always if len(x_TD) >= APART_TOKENS else 0
-        weights_TK, experts_TK = self.router(x_TD, names_always=not num_apart)
+        down_apart_DX = self.down_always if len(x_TD) >= APART_TOKENS else None
+        weights_TK, experts_TK = self.router(x_TD, names_always=down_apart_DX is None)
         return grouped_experts(
-            x_TD, weights_TK, experts_TK, self.gate_up, self.down, num_apart=num_apart, into_TD=into_TD
-        )
+            x_TD, weights_TK, experts_TK, self.gate_up, self.down,
+            down_apart_DX=down_apart_DX, into_TD=into_TD,
+        )  # fmt: skip
 
     def _routed(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """Sort the pairs by expert, so that each expert that is hit works on one contiguous slice."""

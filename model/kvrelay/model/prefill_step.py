@@ -9,10 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvrelay.kernels.gpu_prefill import LONG_KEYS
 from kvrelay.kernels.merge import merge_in_place
 from kvrelay.kernels.mla_prefill import attend_block
+from kvrelay.kernels.rope import RopeTables
+from kvrelay.kernels.triton_support import triton_refuses
 from kvrelay.kvcache.pool import LatentPool
-from kvrelay.model.transformer import Model
+from kvrelay.model.transformer import Layer, Model
 
 # Earlier rows are expanded this many at a time, so memory does not grow with the prompt.
 PREFIX_BLOCK_TOKENS = {"cpu": 4096, "cuda": 131_072}
@@ -39,18 +42,30 @@ def prefill_forward(
     hidden_TD = model.embed(ids_T)
     block_tokens = PREFIX_BLOCK_TOKENS[model.device.type]
     for number, layer in enumerate(model.layers):
-        projected = layer.project(hidden_TD, rope)
-        stored_TY = pool.stored(projected.rows_TW)
-        pool.write_stored(number, slots[start:end], stored_TY)
-        k_TNK, v_TNV = layer.expand(pool.computed(stored_TY))
-        out_TNV, lse_TN = attend_block(projected.q_TNK, k_TNK, v_TNV, scale=model.softmax_scale, causal=True)
+        q_TNK, stored_TY = project_and_store(layer, hidden_TD, rope, pool, number, slots[start:end])
+        expanded = layer.expand(pool.computed(stored_TY))
+        out_TNV, lse_TN = attend_block(q_TNK, *expanded, scale=model.softmax_scale, causal=True)
+        del expanded  # the largest temporaries
         if start > block_tokens:  # more than two partial results are joined in fp32
             out_TNV = out_TNV.float()
         for first in range(0, start, block_tokens):
             rows_SW = pool.read(number, slots[first : min(first + block_tokens, start)])
-            merge_in_place(out_TNV, lse_TN, *layer.attend(projected.q_TNK, rows_SW, scale=model.softmax_scale))
+            merge_in_place(out_TNV, lse_TN, *layer.attend(q_TNK, rows_SW, scale=model.softmax_scale))
         hidden_TD = layer.finish(hidden_TD, out_TNV)
     return hidden_TD
+
+
+def project_and_store(
+    layer: Layer, hidden_TD: Tensor, rope: RopeTables, pool: LatentPool, number: int, slots_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return queries q_TNK of the layer with this number, and rows_TY as they were stored in `slots_T`."""
+    if hidden_TD.is_cuda and triton_refuses("cuda") is None:
+        q_TNK = layer.project_and_store(hidden_TD, rope, slots_T, pool.rows(number))
+        return q_TNK, pool.read_stored(number, slots_T)
+    projected = layer.project(hidden_TD, rope)
+    stored_TY = pool.stored(projected.rows_TW)
+    pool.write_stored(number, slots_T, stored_TY)
+    return projected.q_TNK, stored_TY
 
 
 @torch.inference_mode()
@@ -70,3 +85,7 @@ def warm_up(model: Model) -> None:
         out_TNV, lse_TN = attend_block(projected.q_TNK, k_TNK, v_TNV, scale=scale, causal=True)
         merge_in_place(out_TNV, lse_TN, *layer.attend(projected.q_TNK, projected.rows_TW, scale=scale))
         layer.finish(hidden_TD, out_TNV)
+    if model.device.type != "cpu":
+        times = -(-LONG_KEYS // tokens)
+        k_SNK, v_SNV = layer.expand(projected.rows_TW.repeat(times, 1))
+        attend_block(projected.q_TNK.repeat(times, 1, 1), k_SNK, v_SNV, scale=scale, causal=True)

@@ -71,8 +71,17 @@ def is_router(name: str) -> bool:
     return ".mlp.gate." in name
 
 
-def loaded_bytes(config: ModelConfig, number_bytes: int) -> int:
-    """Return the bytes of the weights in memory, `number_bytes` each but for routers."""
-    return sum(
+def loaded_bytes(config: ModelConfig, number_bytes: int, *, device_type: str = "cpu") -> int:
+    """Return the bytes of the weights in memory, `number_bytes` each but for routers.
+
+    A GPU has the weights that expand cached rows, and the last ones of shared experts, a second time in another order.
+    """
+    total = sum(
         math.prod(shape) * (4 if is_router(name) else number_bytes) for name, shape in expected_tensors(config).items()
     )
+    if device_type == "cpu":
+        return total
+    expand = config.num_heads * (config.key_width + config.value_width) * (config.kv_lora_rank + config.rope_width)
+    moe_layers = sum(config.is_moe_layer(layer) for layer in range(config.num_layers))
+    shared = config.hidden_size * config.moe.shared_width if config.moe is not None else 0
+    return total + (config.num_layers * expand + moe_layers * shared) * number_bytes

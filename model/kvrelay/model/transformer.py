@@ -23,6 +23,8 @@ from kvrelay.model.moe import FeedForward
 # A feed-forward layer widens its input many times over; longer inputs are taken in pieces. On GPUs large ones, so that
 # each of many experts still gets enough rows to fill the device: 2.2 GB of temporaries with DeepSeek-V2-Lite's widths.
 FEED_FORWARD_BLOCK_TOKENS = {"cpu": 4096, "cuda": 32_768}
+# From here on the product with the output projection adds the residual. With fewer tokens launches matter more.
+PRODUCT_ADDS_TOKENS = 4096
 # Logits of many tokens are computed this many at a time: 64 MiB in fp32.
 LOGITS_BLOCK_NUMBERS = 1 << 24
 
@@ -42,6 +44,11 @@ class Layer:
     def project(self, hidden_TD: Tensor, rope: RopeTables) -> Projected:
         """Return q_TNK (rope part rotated) and rows_TW (what is cached); rows are final."""
         return self._attention.project(F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self._input_norm_D, self._eps), rope)
+
+    def project_and_store(self, hidden_TD: Tensor, rope: RopeTables, slots_T: Tensor, pool_SY: Tensor) -> Tensor:
+        """Return q_TNK as `project` does and store the rows in a layer's pool. Needs Triton."""
+        normed_TD = rms_norm(hidden_TD, self._input_norm_D, self._eps)
+        return self._attention.project_and_store(normed_TD, rope, slots_T, pool_SY)
 
     def query_and_store(self, hidden_TD: Tensor, rope: RopeTables, slots_T: Tensor, pool_SW: Tensor) -> Tensor:
         """Return absorbed queries q_TNW and store the rows in the layer's pool; see `Attention.project_into`."""
@@ -83,9 +90,17 @@ class Layer:
         return self._attention.unabsorb(out_TNC)
 
     def finish(self, hidden_TD: Tensor, attn_TNV: Tensor) -> Tensor:
-        """Return the layer's output from its input and its attention: output projection, feed-forward, residuals."""
-        attended_TD = self._attention.output(attn_TNV)
-        hidden_TD, normed_TD = add_rms_norm(hidden_TD, attended_TD, self._post_norm_D, self._eps)
+        """Return the layer's output from its input and its attention: output projection, feed-forward, residuals.
+
+        Args:
+            hidden_TD: may be overwritten.
+        """
+        if hidden_TD.is_cuda and len(hidden_TD) >= PRODUCT_ADDS_TOKENS and self._attention.few_refuses() is None:
+            self._attention.add_output(hidden_TD, attn_TNV)
+            normed_TD = rms_norm(hidden_TD, self._post_norm_D, self._eps)
+        else:
+            attended_TD = self._attention.output(attn_TNV)
+            hidden_TD, normed_TD = add_rms_norm(hidden_TD, attended_TD, self._post_norm_D, self._eps)
         block_tokens = FEED_FORWARD_BLOCK_TOKENS[hidden_TD.device.type]
         if hidden_TD.shape[0] <= block_tokens:
             self._feed_forward.add_to(hidden_TD, normed_TD)

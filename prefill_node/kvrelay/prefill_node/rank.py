@@ -15,8 +15,10 @@ from torch import Tensor
 from kvrelay.core.health import StuckS
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Counters, PromptLogprobs
+from kvrelay.kernels.rope import RopeTables
 from kvrelay.kvcache.pool import LatentPool
-from kvrelay.model.transformer import Model
+from kvrelay.model.prefill_step import project_and_store
+from kvrelay.model.transformer import Layer, Model
 from kvrelay.prefill_node.chunk_plan import ChunkPlan, ChunkPlanner
 from kvrelay.prefill_node.device_queue import DeviceQueue, TimedChunk, to_device
 from kvrelay.prefill_node.group import Header
@@ -27,7 +29,7 @@ from kvrelay.prefill_node.prompt_logprobs import score
 from kvrelay.prefill_node.rank_request import Fetcher, RankRequest, Writer
 from kvrelay.prefill_node.relay import Relay
 from kvrelay.prefill_node.relay_stream import RelayStream
-from kvrelay.prefill_node.ring import Ring
+from kvrelay.prefill_node.ring import Kept, Ring
 from kvrelay.prefill_node.ring_plan import PageTable
 from kvrelay.proto.convert import prompt_logprobs_to_pb, span_from_pb, unpack_ids
 from kvrelay.proto.v1 import handoff_pb2, ring_pb2
@@ -240,9 +242,7 @@ class RankWorker:
             rope = self._model.rope(positions_T, request.prompt_tokens)
         for index, layer in enumerate(self._model.layers):
             if has_rows:
-                projected = layer.project(hidden_TD, rope)
-                q_TNK, stored_TY = projected.q_TNK, self._pool.stored(projected.rows_TW)
-                self._keep_own(index, stored_TY, plan)
+                q_TNK, stored_TY = self._project(index, layer, hidden_TD, rope, plan.own_kept)
             final = None if request.relay is None else self._stream.mark()
             if not self._attends_first:
                 self._send_early(request, index, plan, final)
@@ -282,9 +282,17 @@ class RankWorker:
                 for relay in pending:
                     relay.pump()
 
-    def _keep_own(self, layer: int, stored_TY: Tensor, plan: ChunkPlan) -> None:
-        if plan.own_kept is not None:
-            self._pool.write_stored(layer, plan.own_kept.slots, plan.own_kept.of(stored_TY))
+    def _project(
+        self, index: int, layer: Layer, hidden_TD: Tensor, rope: RopeTables, kept: Kept | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return own queries q_TNK and rows_TY as pages hold them, after storing those that stay here."""
+        if kept is not None and kept.rows is None:
+            return project_and_store(layer, hidden_TD, rope, self._pool, index, kept.slots)
+        projected = layer.project(hidden_TD, rope)
+        stored_TY = self._pool.stored(projected.rows_TW)
+        if kept is not None:
+            self._pool.write_stored(index, kept.slots, kept.of(stored_TY))
+        return projected.q_TNK, stored_TY
 
     def _close(self, key: str, *, abort: bool) -> None:
         request = self._requests[key]
