@@ -179,7 +179,7 @@ void run_block() {
     if (failure) return;
     if (round % 1024 == 0) slow = chance() % (THREADS / LANES);
     int warp = chance() % (THREADS / LANES);
-    if (warp == slow && chance() % 64) continue;
+    if (warp == slow && THREADS > LANES && chance() % 64) continue;
     for (int i = warp * LANES; i < (warp + 1) * LANES; i++) {
       if (threads[i].ended) continue;
       threadIdx = {i, 0};

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +19,6 @@ from kvrelay.kernels.rope_spec import RopeKind, RopeSpec
 from kvrelay.kernels.triton_merge import merge
 from kvrelay.kernels.triton_pack import pack_pieces, unpack_pieces
 from kvrelay.kernels.triton_rows import write_rows
-from kvrelay.kernels.triton_write import MOST_WORDS, pieces_to_write, write_pieces
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -158,24 +155,6 @@ def test_the_device_checksum_equals_the_hosts() -> None:
         int(triton_checksum.word_sum(on_device.view(-1)[cut:].contiguous(), first_word=cut)),
     ]
     assert checksum.to_unsigned(sum(parts)) == host
-
-
-@pytest.mark.parametrize("num_programs", [1, 3])
-def test_pieces_are_written_where_they_belong_and_nothing_beside_them(num_programs: int) -> None:
-    memory = torch.randint(-(1 << 63), (1 << 63) - 1, (61_000,), generator=torch.Generator().manual_seed(5))
-    copies = [  # source, target and number of words: pages, a row, two words, none, and one that is cut in three
-        (9216, 27_648, 9216), (18_432, 100, 9216), (144, 10_000, 144), (7000, 12_000, 2), (0, 14, 0),
-        (27_650, 40_000, 2 * MOST_WORDS + 30),
-    ]  # fmt: skip
-    expected, there = torch.zeros(80_000, dtype=torch.int64), torch.zeros(80_000, dtype=torch.int64, device=DEVICE)
-    for source, target, words in copies:
-        expected[target : target + words] = memory[source : source + words]
-
-    pieces, units_each = pieces_to_write(np.array(copies) * 8, torch.device(DEVICE))
-    here = memory.to(DEVICE)
-    write_pieces(here.data_ptr(), there.data_ptr(), pieces, units_each, num_programs=num_programs)
-
-    assert torch.equal(there.cpu(), expected)
 
 
 @pytest.mark.parametrize("row_words", [144, 5])

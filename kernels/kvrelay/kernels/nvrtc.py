@@ -39,26 +39,42 @@ class Kernel:
     shared_bytes: int
 
     def launch(
-        self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, *, starts_early: bool = False
+        self,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: ctypes.Structure,
+        *,
+        stream: int | None = None,
+        starts_early: bool = False,
     ) -> None:
-        """Put it on torch's stream; `arguments` is the kernel's only parameter, by value.
+        """Launch it; `arguments` is the kernel's only parameter, by value.
 
         Args:
+            stream: CUDA's handle; torch's current one when it is None.
             starts_early: its blocks may begin while the kernel in front still runs; see `triton_wait`.
+
+        Raises:
+            NoKernelError: what the driver said.
         """
         from cuda.bindings import driver  # noqa: PLC0415 - optional
 
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = self.shared_bytes
-        config.hStream = torch.cuda.current_stream().cuda_stream
-        if starts_early:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
+        if stream is None:
+            stream = torch.cuda.current_stream().cuda_stream
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        shape = (*grid, 1, threads, 1, 1)
+        if not starts_early:
+            _checked(
+                driver.cuLaunchKernel(self.handle, *shape, self.shared_bytes, stream, ctypes.addressof(pointers), 0)
+            )
+            return
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.blockDimY, config.blockDimZ = shape
+        config.sharedMemBytes = self.shared_bytes
+        config.hStream = stream
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
         _checked(driver.cuLaunchKernelEx(config, self.handle, ctypes.addressof(pointers), 0))
 
 

@@ -73,6 +73,24 @@ __device__ __forceinline__ void copy_box_once(void* to, const TensorMap& tensor,
       : "memory");
 }
 
+// The way back. Copies of a thread since its last commit are a group; groups are waited for in their order.
+__device__ __forceinline__ void copy_out(u8* to, const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+               "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until no more than so many groups still read shared memory.
+template <int GROUPS>
+__device__ __forceinline__ void wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(GROUPS) : "memory");
+}
+
+// Until all have been written.
+__device__ __forceinline__ void wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 __device__ __forceinline__ void expect(u64* barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
