@@ -152,7 +152,9 @@ def _ways(
     in_a_run = table_of([Copy(a * page_bytes, (pages + b) * page_bytes, page_bytes) for b, a in enumerate(from_pages)])
     part_pages = max(1, _PART_BYTES // page_bytes)
 
-    scattered = table_of(each)
+    packed, direct = (
+        [_parts(way, size) for size in (part_pages, _SMALL_PART_PAGES)] for way in (in_a_run, table_of(each))
+    )
 
     def copy() -> None:
         target.copy_(side.packed_rows())
@@ -162,7 +164,7 @@ def _ways(
         tag = secrets.token_bytes(8)  # notices of earlier ways may still be on their way
         reader.send((part_pages, tag))
         reader.recv()
-        _relay(side, peer, in_a_run, packer, part_pages=part_pages, tag=tag)
+        _relay(side, peer, _parts(in_a_run, part_pages, tag=tag), packer)
         reader.recv()
 
     def check() -> None:
@@ -180,14 +182,14 @@ def _ways(
         "copy": copy,
         "contiguous": lambda: _write(side, peer, whole),
         "scattered": lambda: _write(side, peer, each),
-        "packed": lambda: _relay(side, peer, in_a_run, packer, part_pages=part_pages),
-        "packed_small": lambda: _relay(side, peer, in_a_run, packer, part_pages=_SMALL_PART_PAGES),
+        "packed": lambda: _relay(side, peer, packed[0], packer),
+        "packed_small": lambda: _relay(side, peer, packed[1], packer),
         "unpacked": unpacked,
     }
     if side.direct.scatters(peer):
         ways |= {
-            "direct": lambda: _relay(side, peer, scattered, None, part_pages=part_pages),
-            "direct_small": lambda: _relay(side, peer, scattered, None, part_pages=_SMALL_PART_PAGES),
+            "direct": lambda: _relay(side, peer, direct[0], None),
+            "direct_small": lambda: _relay(side, peer, direct[1], None),
         }
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for round_number in range(_ROUNDS + 1):
@@ -195,7 +197,7 @@ def _ways(
             seconds = timed_s(way, side.pool.device)
             if round_number:
                 taken[name].append(seconds)
-    for name in ("unpacked", "direct"):
+    for name in ("unpacked", "direct", "direct_small"):
         if name in ways:
             other_rows()
             ways[name]()
@@ -220,10 +222,17 @@ def _write(side: Side, peer: str, copies: Sequence[Copy]) -> None:
             raise TransferError(f"a write of {len(copies)} pieces: {progress}")
 
 
-def _relay(
-    side: Side, peer: str, copies: CopyTable, packer: Packer | None, *, part_pages: int, tag: bytes = b""
-) -> None:
-    """Write in parts of so many pages as a writer does, each announced by `tag` and its number; wait for all.
+def _parts(copies: CopyTable, part_pages: int, *, tag: bytes = b"") -> list[Posting]:
+    """Return a relay in parts of so many pages, each announced by `tag` and its number."""
+    starts = range(0, len(copies), part_pages)
+    return [
+        Posting(Copies(copies[start : start + part_pages]), tag + number.to_bytes(4, "little"))
+        for number, start in enumerate(starts)
+    ]
+
+
+def _relay(side: Side, peer: str, parts: Sequence[Posting], packer: Packer | None) -> None:
+    """Write parts as the transfer thread of a writer does, to which other threads hand them, and wait for all.
 
     Without a packer they go directly.
 
@@ -231,14 +240,14 @@ def _relay(
         TransferError: one failed, or it took too long.
     """
     outgoing = Outgoing(peer, 0, 0, lambda _: None, packer=packer)
-    for number, start in enumerate(range(0, len(copies), part_pages)):
-        outgoing.add(Posting(Copies(copies[start : start + part_pages]), tag + number.to_bytes(4, "little")))
+    for part in parts:
+        outgoing.add(part)
     counters, until_s = Counters(), time.monotonic() + _TIMEOUT_S
     transport: Transport = side.direct if packer is None else side.transport
     while outgoing.busy:
         outgoing.step(transport, counters)
         if outgoing.failure is not None or time.monotonic() > until_s:
-            raise TransferError(f"parts of {part_pages} pages: {outgoing.failure or 'too slow'}")
+            raise TransferError(f"{len(parts)} parts: {outgoing.failure or 'too slow'}")
 
 
 def _host_gather(pool: LatentPool) -> Gather:
