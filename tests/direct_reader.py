@@ -62,7 +62,7 @@ class Side:
 
 def hold_up(side: Side) -> torch.cuda.Event:
     """Make what is written directly from now on wait for over half a second."""
-    with torch.cuda.stream(side.direct._stream):
+    with torch.cuda.stream(side.direct._writer.stream):
         torch.cuda._sleep(HELD_UP_CYCLES)  # type: ignore[no-untyped-call]
         over = torch.cuda.Event()  # type: ignore[no-untyped-call]
         over.record()

@@ -13,7 +13,7 @@ from kvrelay.kv_transfer.plan import CopyTable
 from kvrelay.kv_transfer.transport import Region
 
 _HANDLE = struct.Struct("<QQ")  # process, address
-_HANDLE_BYTES = 64
+_HANDLE_BYTES = 80
 _ASKED = 3  # a kernel has ended when it was asked for this often, and all before it have
 
 

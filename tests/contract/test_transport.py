@@ -125,6 +125,25 @@ def test_each_write_announces_itself_once(pair: tuple[Party, Party]) -> None:
     assert sorted(reader.notices()) == sorted(["writer", f"part {i}"] for i in range(200))
 
 
+def test_scattered_parts_are_announced_each_once_when_all_their_bytes_are_in(pair: tuple[Party, Party]) -> None:
+    """More than are on their way one by one: some wait for each other and leave together."""
+    writer, reader = pair
+    size, piece = 64 << 10, 4 << 10
+    parts = {f"{at * size}:{size}": writer.fill(at * size, size, seed=at) for at in range(40)}
+
+    handles = []
+    for notice in parts:
+        begin = int(notice.partition(":")[0])
+        pieces = [(begin + at * 5 % 16 * piece, begin + at * 5 % 16 * piece, piece) for at in range(16)]
+        handles.append(writer.post("reader", pieces, notice))
+
+    assert [outcome(writer, handle) for handle in handles] == [["Done", size]] * len(parts)
+    wait_for(lambda: len(reader.notices()) == len(parts))
+    assert {notice: reader.landed(notice) for notice in parts} == parts
+    assert sorted(reader.notices()) == sorted(["writer", notice] for notice in parts)
+    assert sum(value for name, value in writer.counted().items() if name.endswith("_bytes_total")) == 40 * size
+
+
 def test_the_bytes_counted_are_the_bytes_posted(pair: tuple[Party, Party]) -> None:
     writer, _ = pair
     sizes = (1, 4096, 73_728, 5 * MIB)

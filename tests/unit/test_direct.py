@@ -120,7 +120,8 @@ def test_the_notice_comes_when_the_kernel_has_ended(writer: Side, reader: Side) 
 
 
 def test_a_fence_follows_every_kernel_before_it_also_when_nobody_polls_these(writer: Side, reader: Side) -> None:
-    handles = [writer.transport.post("reader@1/0", PIECES, b"n%d" % at) for at in range(3)]
+    handles = [writer.transport.post("reader@1/0", PIECES, b"n%d" % at) for at in range(5)]
+    assert len(writer.pool.queue) == 2, "all others wait, and leave together"
     fence = writer.transport.write_fence("reader@1/0", 5, 99)
     assert writer.transport.poll(fence) is PENDING
     assert reader.fences.cells.load(5) == 0
@@ -129,7 +130,7 @@ def test_a_fence_follows_every_kernel_before_it_also_when_nobody_polls_these(wri
     assert reader.fences.cells.load(5) == 99
     assert reader.has(PIECES, 7)
     assert not writer.pool.queue
-    assert [ended(writer, reader, handle) for handle in handles] == [Done(8 * 1024)] * 3
+    assert [ended(writer, reader, handle) for handle in handles] == [Done(8 * 1024)] * 5
 
 
 def test_a_fence_waits_for_no_kernel_of_another_peer(writer: Side, reader: Side) -> None:
@@ -183,6 +184,18 @@ def test_a_mapping_is_closed_when_no_kernel_writes_through_it_any_more(writer: S
     assert (writer.pool.opened, writer.pool.closed) == (1, 1)
 
 
+def test_a_mapping_is_not_closed_while_parts_still_wait_for_their_kernel(writer: Side, reader: Side) -> None:
+    writer.pool.hangs = True
+    handles = [writer.transport.post("reader@1/0", PIECES, b"n%d" % at) for at in range(5)]
+    assert len(writer.pool.queue) == 2
+    writer.transport.disconnect("reader@1/0")
+
+    writer.pool.hangs = False
+    assert all(isinstance(ended(writer, reader, handle), Failed) for handle in handles)
+    assert (writer.pool.opened, writer.pool.closed) == (1, 1)
+    assert reader.has(PIECES[:7], 7)
+
+
 def test_a_peers_next_life_takes_the_place_of_the_one_before(writer: Side, reader: Side) -> None:
     writer.transport.connect(reader.transport.address())
     assert (writer.pool.opened, writer.pool.closed) == (1, 0)
@@ -210,7 +223,7 @@ def test_a_peer_that_cannot_be_mapped_is_written_to_the_other_way_and_the_log_sa
     whole = address.mapping
     other_host = replace(Mapping.decode(whole), boot_id=bytes(16)).encode()
     gone = replace(Mapping.decode(whole), handle=(1 << 30).to_bytes(8, "little").ljust(64, b"\0")).encode()
-    refused = {b"": "offers no mapping", b"\2" + whole[1:]: "version 1", whole[:-1]: "no mapping of version",
+    refused = {b"": "offers no mapping", b"\1" + whole[1:]: "version 2", whole[:-1]: "no mapping of version",
                other_host: "another host", gone: "no process"}  # fmt: skip
 
     for blob, why in refused.items():

@@ -12,6 +12,7 @@ from typing import Any
 from kvrelay.core.errors import TransferError
 
 HANDLE_BYTES = 64
+UUID_BYTES = 16
 _ENABLE_PEER_ACCESS = c_uint(1)  # the only flag there is
 
 
@@ -30,6 +31,19 @@ def export_memory(address: int, device_id: int) -> tuple[bytes, int]:
         _check(driver.cuMemGetAddressRange_v2(byref(base), byref(size), c_uint64(address)), "find the allocation")
         _check(driver.cuIpcGetMemHandle(byref(handle), base), "share the pool")
     return bytes(handle), address - base.value
+
+
+def device_uuid(device_id: int) -> bytes:
+    """Return 16 bytes that name a device in all processes of a host, whatever number it has there.
+
+    Raises:
+        TransferError: the driver does not say.
+    """
+    uuid = ctypes.create_string_buffer(UUID_BYTES)
+    device, driver = c_int(), _driver()
+    _check(driver.cuDeviceGet(byref(device), c_int(device_id)), "find the device")
+    _check(driver.cuDeviceGetUuid_v2(uuid, device), "name the device")
+    return uuid.raw
 
 
 def open_memory(handle: bytes, device_id: int) -> tuple[int, int]:

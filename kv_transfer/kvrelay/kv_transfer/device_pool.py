@@ -9,13 +9,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvrelay.kernels.checksum import to_unsigned
+from kvrelay.kernels.cuda_write import ALIGN_BYTES, write_refuses
 from kvrelay.kernels.pieces import WORD_BYTES, Pieces
+from kvrelay.kernels.triton_support import num_processors
 from kvrelay.kv_transfer.local import Checksum, StartChecksum
 from kvrelay.kv_transfer.packing import Gather
+from kvrelay.kv_transfer.piece_writer import PieceWriter
 from kvrelay.kv_transfer.plan import CopyTable
 from kvrelay.kvcache.pool import LatentPool
 
@@ -53,6 +57,8 @@ def word_sum(pool: LatentPool) -> Checksum:
 
 def gather_on_device(pool: LatentPool) -> Gather:
     """Return what gathers rows into the pool's staging, on a stream of its own that goes before the model's."""
+    if pool.layout.row_bytes % ALIGN_BYTES == 0 and write_refuses(pool.device) is None:
+        return _gather_by_writes(pool)
     from kvrelay.kernels.triton_pack import pack_pieces  # noqa: PLC0415 - optional
 
     words = pool.words()
@@ -65,6 +71,17 @@ def gather_on_device(pool: LatentPool) -> Gather:
             pack_pieces(words, pieces, words[offset_bytes // WORD_BYTES :])
             done.record()
         return done.query
+
+    return gather
+
+
+def _gather_by_writes(pool: LatentPool) -> Gather:
+    writer, num_blocks = PieceWriter(pool.device), num_processors(pool.device)
+
+    def gather(copies: CopyTable, offset_bytes: int) -> Callable[[], bool]:
+        packed = copies.copy()
+        packed[:, 1] = offset_bytes + np.cumsum(copies[:, 2]) - copies[:, 2]
+        return writer.write(pool.address, pool.address, packed, num_blocks=num_blocks)
 
     return gather
 

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from kvrelay.core.errors import TransferError
-from kvrelay.kernels.triton_support import triton_refuses
-from kvrelay.kv_transfer.cuda_ipc import close_memory, export_memory, open_memory
-from kvrelay.kv_transfer.direct import WHOLE_BYTES
+from kvrelay.kernels.cuda_write import write_refuses
+from kvrelay.kernels.triton_support import num_processors
+from kvrelay.kv_transfer.cuda_ipc import HANDLE_BYTES, close_memory, device_uuid, export_memory, open_memory
+from kvrelay.kv_transfer.direct_queue import WHOLE_BYTES
+from kvrelay.kv_transfer.piece_writer import PieceWriter
 from kvrelay.kv_transfer.plan import CopyTable
 from kvrelay.kvcache.pool import LatentPool
 
 log = logging.getLogger(__name__)
 
-# Programs of the kernel: as many as fill NVLink between two H200s (0.91 of a plain copy's speed; 16 give 0.86, 132 give
-# 0.93), and few, as a chunk of a prompt is computed beside them.
-NUM_PROGRAMS = 24
-_MOST_TABLES = 64
+# Blocks of the kernel, each a multiprocessor's: as many as fill NVLink between two H200s, and few, as a chunk of a
+# prompt is computed beside them.
+LINK_BLOCKS = 24
 
 
 def direct_refuses(pool: LatentPool) -> str | None:
@@ -32,70 +31,42 @@ def direct_refuses(pool: LatentPool) -> str | None:
         return "it is not in a GPU's memory"
     if pool.layout.row_bytes % WHOLE_BYTES:
         return f"its rows of {pool.layout.row_bytes} bytes are not whole pieces of {WHOLE_BYTES}"
-    return triton_refuses(pool.device.type)
+    return write_refuses(pool.device)
 
 
 class DirectPool:
-    """Owned by the transfer thread. Kernels run on a stream of its own that goes before the model's."""
+    """Owned by the transfer thread."""
 
-    def __init__(self, pool: LatentPool, *, num_programs: int = NUM_PROGRAMS) -> None:
-        """Build the kernel, before anybody waits for it: the first page is written over itself."""
-        self._pool, self._num_programs = pool, num_programs
-        self._device_id = pool.device.index
-        self._tables: OrderedDict[bytes, tuple[Tensor, int]] = OrderedDict()
-        self._stream = torch.cuda.Stream(pool.device, priority=-1)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(pool.device))
-        self.write(pool.address, torch.tensor([[0, 0, pool.layout.page_bytes]]).numpy())
-        self._stream.synchronize()
+    def __init__(self, pool: LatentPool) -> None:
+        """Run the kernel once, before anybody waits for it: the first page is written over itself."""
+        self._pool, self._device_id = pool, pool.device.index
+        self._uuid = device_uuid(self._device_id)
+        self._writer = PieceWriter(pool.device)
+        self.write(pool.address, np.array([[0, 0, pool.layout.page_bytes]]), num_blocks=LINK_BLOCKS)
+        self._writer.stream.synchronize()
 
     def export(self) -> tuple[bytes, int]:
-        return export_memory(self._pool.address, self._device_id)
+        handle, offset_bytes = export_memory(self._pool.address, self._device_id)
+        return handle + self._uuid, offset_bytes
 
     def open(self, handle: bytes, offset_bytes: int, num_bytes: int) -> PeerPool:
-        base, mapped_bytes = open_memory(handle, self._device_id)
-        peer = PeerPool(self, base, offset_bytes, self._device_id)
+        base, mapped_bytes = open_memory(handle[:HANDLE_BYTES], self._device_id)
+        # Within a device nothing but its memory limits a kernel: it may have all of it, for a short time.
+        is_ours = handle[HANDLE_BYTES:] == self._uuid
+        num_blocks = num_processors(self._pool.device) if is_ours else LINK_BLOCKS
+        peer = PeerPool(self, base, offset_bytes, self._device_id, num_blocks)
         if (base + offset_bytes) % WHOLE_BYTES or offset_bytes + num_bytes > mapped_bytes:
             peer.close()
             raise TransferError(f"{num_bytes} bytes at {offset_bytes} are no pool in the {mapped_bytes} mapped ones")
         return peer
 
-    def write(self, target_address: int, table: CopyTable) -> Callable[[], bool]:
+    def write(self, target_address: int, table: CopyTable, *, num_blocks: int) -> Callable[[], bool]:
         """Start to copy pieces of our pool to memory at an address; the returned call says whether all have landed.
 
         Raises:
             TransferError: the device refuses.
         """
-        from kvrelay.kernels.triton_write import write_pieces  # noqa: PLC0415 - optional
-
-        landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        source, target, _ = table[0].tolist()
-        try:
-            with torch.cuda.stream(self._stream):
-                pieces, units_each = self._pieces(table)
-                write_pieces(
-                    self._pool.address + source, target_address + target, pieces, units_each,
-                    num_programs=self._num_programs,
-                )  # fmt: skip
-            landed.record(self._stream)
-        except RuntimeError as err:
-            raise TransferError(f"a kernel cannot write: {err}") from err
-        return landed.query
-
-    def _pieces(self, table: CopyTable) -> tuple[Tensor, int]:
-        """Return the pieces of copies, from where the first one begins: a part has the same in every layer."""
-        from kvrelay.kernels.triton_write import pieces_to_write  # noqa: PLC0415 - optional
-
-        relative = table.copy()
-        relative[:, :2] -= table[0, :2]
-        key = relative.tobytes()
-        found = self._tables.get(key)
-        if found is None:
-            found = self._tables[key] = pieces_to_write(relative, self._pool.device)
-            if len(self._tables) > _MOST_TABLES:
-                self._tables.popitem(last=False)  # its memory is used again behind the kernels of this stream only
-        else:
-            self._tables.move_to_end(key)
-        return found
+        return self._writer.write(self._pool.address, target_address, table, num_blocks=num_blocks)
 
 
 @dataclass(slots=True)
@@ -106,11 +77,12 @@ class PeerPool:
     base: int
     offset_bytes: int
     device_id: int
+    num_blocks: int
     closed: bool = field(default=False, init=False)
 
     def copy(self, table: CopyTable) -> Callable[[], bool]:
         assert not self.closed, "a mapping that was closed"
-        return self.ours.write(self.base + self.offset_bytes, table)
+        return self.ours.write(self.base + self.offset_bytes, table, num_blocks=self.num_blocks)
 
     def close(self) -> None:
         assert not self.closed, "a mapping is closed once"

@@ -11,8 +11,8 @@ from typing import Self
 
 from kvrelay.core.errors import TransferError
 
-_VERSION = 1
-_FORMAT = struct.Struct("<H16s64sQ")  # the version, then the fields
+_VERSION = 2  # who offers one also takes notices in bundles
+_FORMAT = struct.Struct("<H16s80sQ")  # the version, then the fields
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -21,7 +21,7 @@ class Mapping:
     """A handle that other processes open, and where the pool begins in the allocation that it stands for."""
 
     boot_id: bytes  # 16: of the host, from its start to its end
-    handle: bytes  # 64, of the driver
+    handle: bytes  # 80: of the driver, and the name of the device
     offset_bytes: int
 
     def encode(self) -> bytes:

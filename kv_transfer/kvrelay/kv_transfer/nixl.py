@@ -41,6 +41,7 @@ from kvrelay.kv_transfer.ucx_log import UcxLog, ucx_log
 log = logging.getLogger(__name__)
 
 NAME = "nixl"
+_FEW_COPIES = 8  # NIXL takes these sooner as tuples than as an array
 
 
 @dataclass(slots=True)
@@ -244,7 +245,10 @@ def _device(region: Region) -> int:
 
 
 def _descriptors(region: Region, table: CopyTable, side: int) -> Any:
-    """Return NIXL's N x 3 table of (address, bytes, device) of the sources, 0, or targets, 1, of copies."""
+    """Return NIXL's descriptors (address, bytes, device) of the sources, 0, or targets, 1, of copies."""
+    if len(table) <= _FEW_COPIES:
+        device = _device(region)
+        return [(region.address + row[side], row[2], device) for row in table.tolist()]
     found = table.take((side, 2, 2), axis=1)
     found[:, 0] += region.address
     found[:, 2] = _device(region)

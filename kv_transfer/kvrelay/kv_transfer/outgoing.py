@@ -16,7 +16,7 @@ from kvrelay.kv_transfer.link_end import LinkEnd
 from kvrelay.kv_transfer.link_meter import LinkMeter
 from kvrelay.kv_transfer.packing import Packed, Packer
 from kvrelay.kv_transfer.plan import Copy
-from kvrelay.kv_transfer.transport import Done, Failed, Handle, Transport
+from kvrelay.kv_transfer.transport import Done, Failed, Handle, Pending, Transport
 from kvrelay.kv_transfer.values import FenceProof
 from kvrelay.kv_transfer.writer_table import Drained, FenceDone, FenceFailed, WriteFailed
 
@@ -24,6 +24,7 @@ TransferEvent = WriteFailed | Drained | FenceDone | FenceFailed
 OnTransferEvents = Callable[[tuple[TransferEvent, ...]], None]
 # Enough to keep a link busy; few enough that polling them all is cheap and that giving up finds most parts unposted.
 _MOST_IN_FLIGHT = 32
+_MOST_AT_ONCE = 8  # parts that are posted between two rounds of polls, where to post is only to launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +101,21 @@ class Outgoing:
         return (WriteFailed(reason),)
 
     def step(self, transport: Transport, counters: Counters) -> bool:
-        """Poll everything, post or pack at most one part (other writers wait too); return whether anything moved."""
+        """Poll everything, post or pack a part or few (other writers wait too); return whether anything moved."""
         before = len(self._in_flight)
         events = [*self._poll(transport, counters)]
         moved = len(self._in_flight) != before
+        scatters = transport.scatters(self.peer)
         if self._packing and self._packing[0][1].ready():
             events += self._post(transport, counters, *self._packing.popleft())
             moved = True
-        elif self._waiting and len(self._in_flight) + len(self._packing) < _MOST_IN_FLIGHT:
-            begun = self._begin(transport, counters)
-            moved |= begun is not None
-            events += begun or ()
+        else:
+            for _ in range(_MOST_AT_ONCE if scatters else 1):
+                if not self._waiting or len(self._in_flight) + len(self._packing) >= _MOST_IN_FLIGHT:
+                    break
+                begun = self._begin(transport, counters, None if scatters else self.packer)
+                moved |= begun is not None
+                events += begun or ()
         if self._ends and not (self._waiting or self._packing or self._in_flight or self._drained):
             self._drained = True
             events.append(Drained())
@@ -123,29 +128,31 @@ class Outgoing:
     def _poll(self, transport: Transport, counters: Counters) -> list[TransferEvent]:
         events: list[TransferEvent] = []
         still: list[tuple[Handle, Packed | None]] = []
-        for handle, packed in self._in_flight:
+        for written in self._in_flight:
+            handle, packed = written
             progress = transport.poll(handle)
+            if isinstance(progress, Pending):
+                still.append(written)
+                continue
             if isinstance(progress, Done):
                 counters.add("bytes_written_total", progress.num_bytes)
                 self.has_landed = True
                 self.meter.ended(progress.num_bytes, self.clock())
-            elif isinstance(progress, Failed):
+            else:
                 counters.add("parts_failed_total")
                 self.meter.ended(0, self.clock())
                 events += self.fail(progress.reason)
-            else:
-                still.append((handle, packed))
-                continue
             transport.release(handle)
             if packed is not None:
                 packed.release()
         self._in_flight = still
         return events
 
-    def _begin(self, transport: Transport, counters: Counters) -> tuple[TransferEvent, ...] | None:
+    def _begin(
+        self, transport: Transport, counters: Counters, packer: Packer | None
+    ) -> tuple[TransferEvent, ...] | None:
         """Post the next part, or begin to gather its rows; None when it waits for room that our own writes hold."""
         posting = self._waiting[0]
-        packer = None if transport.scatters(self.peer) else self.packer
         if packer is None or not packer.gains(posting.copies):
             # Parts leave in any order: this one need not wait for those that are being gathered.
             return self._post(transport, counters, self._waiting.popleft(), None)

@@ -24,9 +24,9 @@ _LARGE_BYTES = 2 << 20  # pieces of this size go at the speed of the link
 _ALIGN_BYTES = 256
 
 
-def is_scattered(copies: Sequence[Copy]) -> bool:
-    """Return whether pieces are many and small: one by one they would go far below the speed of a link."""
-    return len(copies) >= _FEWEST_COPIES and int(table_of(copies)[:, 2].sum()) < _LARGE_BYTES * len(copies)
+def is_scattered(num_copies: int, num_bytes: int) -> bool:
+    """Return whether copies are many and small: one by one they would go far below the speed of a link."""
+    return num_copies >= _FEWEST_COPIES and num_bytes < _LARGE_BYTES * num_copies
 
 
 class Packed(Protocol):
