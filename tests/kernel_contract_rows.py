@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+
 import pytest
 import torch
 import torch.nn.functional as F

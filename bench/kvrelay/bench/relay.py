@@ -21,82 +21,29 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvrelay.bench import report
 from kvrelay.bench.device_rates import short_name, synchronize, timed_s
-from kvrelay.bench.random_model import V2_LITE
+from kvrelay.bench.relay_side import STAGING_BYTES, TIMEOUT_S, Side, serve
 from kvrelay.core.errors import TransferError
 from kvrelay.core.layout import PageLayout
 from kvrelay.core.types import Counters
 from kvrelay.kernels.pieces import WORD_BYTES
 from kvrelay.kv_transfer.device_pool import gather_on_device
-from kvrelay.kv_transfer.fence_cells import FenceMemory
-from kvrelay.kv_transfer.nixl import NixlTransport
 from kvrelay.kv_transfer.outgoing import Outgoing, Posting
 from kvrelay.kv_transfer.packing import Gather, Packer
 from kvrelay.kv_transfer.plan import Copies, Copy, CopyTable, table_of
-from kvrelay.kv_transfer.pool_agent import with_direct_writes
-from kvrelay.kv_transfer.transport import Done, Failed, Region, Transport
+from kvrelay.kv_transfer.transport import Done, Failed, Transport
 from kvrelay.kvcache.pool import LatentPool
 
 _ROUNDS = 7
-_TIMEOUT_S = 60.0
 _PART_BYTES = 64 << 20
 _SMALL_PART_PAGES = 128
-_STAGING_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One process's pool and agent. Half of the pages hold rows; the other half is where packed pages lie."""
-
-    pool: LatentPool
-    transport: NixlTransport
-    direct: Transport  # around it; the same where nothing can be written directly
-
-    @classmethod
-    def make(cls, name: str, device: torch.device, pages: int) -> Side:
-        dtype = "bfloat16"
-        layout = PageLayout(
-            num_layers=1, latent_width=V2_LITE.kv_lora_rank, rope_width=V2_LITE.rope_width, dtype=dtype, model_id="-"
-        )
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        pool = LatentPool(layout, 2 * pages, device, staging_bytes=_STAGING_BYTES)
-        fences = FenceMemory.on_host(8)
-        if device.type == "cuda":
-            fences = FenceMemory.in_tensor(torch.zeros(8, dtype=torch.int64, device=device))
-        region = Region(pool.address, pool.region_bytes, device.index if device.type == "cuda" else -1)
-        transport = NixlTransport(
-            agent_name=name, pool=region, pool_pages=2 * pages, fences=fences, counters=Counters()
-        )
-        return cls(pool, transport, with_direct_writes(transport, pool, counters=Counters()))
-
-    def scattered(self, seed: int) -> list[int]:
-        """Return half of the pages in random order."""
-        pages = self.pool.num_pages // 2
-        return torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).tolist()
-
-    def slots(self, pages: Sequence[int]) -> Tensor:
-        rows = torch.tensor(pages)[:, None] * self.pool.layout.page_tokens + torch.arange(64)
-        return rows.flatten().to(self.pool.device)
-
-    def token_rows(self) -> Tensor:
-        """Return a view of the first half of the pool."""
-        rows = self.pool.rows(0)
-        return rows[: rows.shape[0] // 2]
-
-    def packed_rows(self) -> Tensor:
-        """Return a view of the second half of the pool."""
-        rows = self.pool.rows(0)
-        return rows[rows.shape[0] // 2 :]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -115,7 +62,7 @@ def measure(writer: torch.device, reader: torch.device, *, megabytes: int) -> di
     pages = max(1, (megabytes << 20) // layout.page_bytes)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_read, args=(theirs, str(reader), pages), daemon=True)
+    process = context.Process(target=serve, args=(theirs, str(reader), pages), daemon=True)
     process.start()
     theirs.close()  # so that a reader that dies ends our wait
     try:
@@ -125,7 +72,7 @@ def measure(writer: torch.device, reader: torch.device, *, megabytes: int) -> di
         figures = _ways(side, peer, ours, reader, layout)
     finally:
         ours.send(None)
-        process.join(_TIMEOUT_S)
+        process.join(TIMEOUT_S)
     num_bytes = pages * layout.page_bytes
     copied = num_bytes / figures.pop("copy")
     return {
@@ -148,7 +95,7 @@ def _ways(
     whole = [Copy(0, 0, pages * page_bytes)]
     each = [Copy(a * page_bytes, b * page_bytes, page_bytes) for a, b in zip(from_pages, to_pages, strict=True)]
     gather = gather_on_device(side.pool) if side.pool.device.type == "cuda" else _host_gather(side.pool)
-    packer = Packer(gather, offset_bytes=side.pool.num_bytes, num_bytes=_STAGING_BYTES)
+    packer = Packer(gather, offset_bytes=side.pool.num_bytes, num_bytes=STAGING_BYTES)
     in_a_run = table_of([Copy(a * page_bytes, (pages + b) * page_bytes, page_bytes) for b, a in enumerate(from_pages)])
     part_pages = max(1, _PART_BYTES // page_bytes)
 
@@ -212,7 +159,7 @@ def _write(side: Side, peer: str, copies: Sequence[Copy]) -> None:
         TransferError: it failed, or took too long.
     """
     handle = side.transport.post(peer, copies, b"bench")
-    until_s = time.monotonic() + _TIMEOUT_S
+    until_s = time.monotonic() + TIMEOUT_S
     while True:
         progress = side.transport.poll(handle)
         if isinstance(progress, Done):
@@ -242,7 +189,7 @@ def _relay(side: Side, peer: str, parts: Sequence[Posting], packer: Packer | Non
     outgoing = Outgoing(peer, 0, 0, lambda _: None, packer=packer)
     for part in parts:
         outgoing.add(part)
-    counters, until_s = Counters(), time.monotonic() + _TIMEOUT_S
+    counters, until_s = Counters(), time.monotonic() + TIMEOUT_S
     transport: Transport = side.direct if packer is None else side.transport
     while outgoing.busy:
         outgoing.step(transport, counters)
@@ -261,47 +208,3 @@ def _host_gather(pool: LatentPool) -> Gather:
         return lambda: True
 
     return gather
-
-
-def _read(writer: Connection, device: str, pages: int) -> None:
-    """The other process: takes notices, unpacks parts when told to, until it is told nothing more."""
-    side = Side.make("bench-reader", torch.device(device), pages)
-    scattered = side.scattered(2)
-    slots = side.slots(scattered)
-    writer.send(side.direct.address())
-    tables: dict[int, list[Tensor]] = {}
-    while True:
-        side.transport.notices()
-        if not writer.poll(0):
-            continue
-        order = writer.recv()
-        if order is None:
-            return
-        if order == "check":
-            writer.send(side.pool.read(0, slots).float().sum(dtype=torch.float64).item())
-            continue
-        part_pages, tag = order
-        if part_pages not in tables:
-            tables[part_pages] = [side.slots(scattered[at : at + part_pages]) for at in range(0, pages, part_pages)]
-        writer.send(True)
-        _unpack_as_they_land(side, tables[part_pages], tag)
-        synchronize(side.pool.device)
-        writer.send(True)
-
-
-def _unpack_as_they_land(side: Side, slots_of_parts: Sequence[Tensor], tag: bytes) -> None:
-    starts = [0]
-    for slots in slots_of_parts:
-        starts.append(starts[-1] + len(slots))
-    waits_for = set(range(len(slots_of_parts)))
-    until_s = time.monotonic() + _TIMEOUT_S
-    while waits_for and time.monotonic() < until_s:
-        for _, notice in side.transport.notices():
-            if not notice.startswith(tag):
-                continue
-            number = int.from_bytes(notice[len(tag) :], "little")
-            rows = side.packed_rows()[starts[number] : starts[number + 1]]
-            side.token_rows().index_copy_(0, slots_of_parts[number], rows)
-            waits_for.remove(number)
-    if waits_for:
-        raise TransferError(f"{len(waits_for)} of {len(slots_of_parts)} parts did not land within {_TIMEOUT_S:g} s")
