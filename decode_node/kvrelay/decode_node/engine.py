@@ -33,11 +33,11 @@ _FIRST_USES = (  # the ways to choose a token that run different kernels
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SequenceState:
     """What the engine keeps of one running request."""
 
-    page_table: Tensor  # int64 on the CPU, pages in token order, for prompt and output
+    page_table: Tensor  # int64 on the CPU until `prepare`, pages in token order, for prompt and output
     sampler: SamplerState
 
     @classmethod
@@ -71,6 +71,11 @@ class DecodeEngine:
     def bind_thread(self) -> None:
         """Let the calling thread compute; once, before its first step."""
         self._pool.bind_thread()
+
+    def prepare(self, state: SequenceState) -> None:
+        """Do ahead of a sequence's first step what that would have to: it may be waited for. Not before `extend`."""
+        if self._graphs is not None:
+            state.page_table = state.page_table.pin_memory().to(self._pool.device, non_blocking=True)
 
     def keep_awake(self) -> None:
         """Run a step of no sequences, if steps are recorded: it changes nothing and keeps the device's clocks up."""

@@ -138,6 +138,8 @@ class DecodeNode:
         if record.has_stream:
             raise StaleMessageError(f"{request} is being streamed already")
         record.has_stream = True
+        if record.phase is Phase.WAITING:
+            self._running.prepare(record)
         return record
 
     def close_stream(self, record: Record) -> None:

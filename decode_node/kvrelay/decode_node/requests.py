@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvrelay.core import prefix_hash
 from kvrelay.core.errors import ServeError
 from kvrelay.core.types import Epoch, FinishReason, Incarnation, SampledToken, Sampling
+from kvrelay.decode_node.engine import SequenceState
 from kvrelay.decode_node.scheduler import Sequence
 from kvrelay.kv_transfer.hub_values import AdmittedHandoff
 from kvrelay.kv_transfer.values import Request
@@ -95,6 +96,7 @@ class Record:
     phase: Phase = Phase.WAITING
     has_stream: bool = False
     error: ServeError | None = None  # why we gave up
+    state: SequenceState | None = None  # of its steps, once it is prepared
     handoff: AdmittedHandoff | None = None  # once everything has landed
     output: list[int] = field(default_factory=list)  # the first token included
     num_steps: int = 0

@@ -39,6 +39,13 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepare:
+    """A sequence will join: its state may be made ready."""
+
+    state: SequenceState
+
+
+@dataclass(frozen=True, slots=True)
 class Compute:
     """Complete a prompt; its sequence takes part from its first token on. Answered by `Prefilled`."""
 
@@ -145,7 +152,7 @@ class StepThread:
         self._loop = loop
         self._on_report = on_report
         self._clock = clock
-        self._commands: queue.SimpleQueue[Join | Compute | Leave | Wake | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Join | Prepare | Compute | Leave | Wake | None] = queue.SimpleQueue()
         # x: sequences of a step, y: tokens of context that they have together
         self.step_times = TimeFit(prefer_start=True)
         self.chunk_times = TimeFit()  # x: tokens of a chunk, y: pairs of them with what they see
@@ -153,6 +160,7 @@ class StepThread:
         self._last_step_s = -math.inf
         self._awake_until_s = -math.inf
         self._untold: Stepped | None = None  # the last step
+        self._joined: list[Joined] = []  # not told yet; as steps are, while a device computes
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
 
     def start(self) -> None:
@@ -161,6 +169,10 @@ class StepThread:
     def join(self, sequence: Sequence, state: SequenceState) -> None:
         """Let a sequence take part from the next step on. Any thread."""
         self._commands.put(Join(sequence, state))
+
+    def prepare(self, state: SequenceState) -> None:
+        """Make ready what a sequence that will join needs. Any thread."""
+        self._commands.put(Prepare(state))
 
     def compute(self, prompt: Prompt, state: SequenceState) -> None:
         """Complete a prompt between steps, then let its sequence take part. Any thread."""
@@ -223,15 +235,15 @@ class StepThread:
                 case None:
                     return False
                 case Wake(lasting):
-                    if lasting:
-                        self._awake_until_s = self._clock() + AWAKE_FOR_S
-                    if is_idle and self._clock() - self._last_step_s >= AWAKE_EVERY_S:
-                        self._engine.keep_awake()
-                        self._last_step_s = self._clock()
+                    self._wake(lasting=lasting, is_idle=is_idle)
                 case Join(sequence, state):
                     self._scheduler.join(sequence)
                     self._states[sequence.key] = state
-                    self._report(Joined(sequence.key, self._clock()))
+                    self._joined.append(Joined(sequence.key, self._clock()))
+                    if not self._engine.runs_beside:
+                        self._tell_last()
+                case Prepare(state):
+                    self._engine.prepare(state)
                 case Compute(prompt, state):
                     self._prompts.add(prompt)
                     self._states[prompt.sequence.key] = state
@@ -240,6 +252,13 @@ class StepThread:
                     self._prompts.leave(key)
                     self._states.pop(key, None)
                     self._report(Left(key))
+
+    def _wake(self, *, lasting: bool, is_idle: bool) -> None:
+        if lasting:
+            self._awake_until_s = self._clock() + AWAKE_FOR_S
+        if is_idle and self._clock() - self._last_step_s >= AWAKE_EVERY_S:
+            self._engine.keep_awake()
+            self._last_step_s = self._clock()
 
     def _extend(self, chunk: Chunk) -> None:
         """Compute a chunk of a prompt; with its last one the sequence joins."""
@@ -274,7 +293,10 @@ class StepThread:
         return Chosen(key, token, finish)
 
     def _tell_last(self) -> None:
-        """Report the last step, if that is still to be done."""
+        """Report who joined and the last step, if that is still to be done."""
+        for joined in self._joined:
+            self._send(joined)
+        self._joined.clear()
         if self._untold is None:
             return
         last, self._untold = self._untold, None

@@ -47,10 +47,15 @@ class RunningRequests:
         """Make known whom it tells; once, before the first request."""
         self._hub, self._steps = hub, steps
 
+    def prepare(self, record: Record) -> None:
+        """Make ready what a request's first step needs, while its latents come in."""
+        record.state = SequenceState.of(record.pages, record.sampler())
+        self._steps.prepare(record.state)
+
     def join(self, record: Record) -> None:
-        sequence, sampler = record.sequence(first_token=record.output[0]), record.sampler()
-        sampler.observe(record.output[0])
-        self._steps.join(sequence, SequenceState.of(record.pages, sampler))
+        state = record.state or SequenceState.of(record.pages, record.sampler())
+        state.sampler.observe(record.output[0])
+        self._steps.join(record.sequence(first_token=record.output[0]), state)
 
     def compute(self, record: Record) -> None:
         """Let the step thread complete a prompt; from here on it uses the pages."""

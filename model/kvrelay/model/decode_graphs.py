@@ -33,7 +33,7 @@ WARM_UP_STEPS = 2  # before a step is recorded: kernels compile, libraries alloc
 class StepRow:
     """One sequence of one step."""
 
-    page_table: Tensor  # int64 or int32 on the CPU, the same object in every step of a sequence
+    page_table: Tensor  # int64 or int32, on the CPU or the device; the same object in every step of a sequence
     token: int  # the last one; its row is written in this step
     position: int  # of that token
     sampler: SamplerState

@@ -90,8 +90,8 @@ class RankWorker:
         self._requests: dict[str, RankRequest] = {}
         self._queue = DeviceQueue.of(pool.device)
         self._stream = RelayStream(pool.device)
-        # Without others to wait for, a device gets a layer's attention before what leaves beside it.
-        self._attends_first = self._stream.runs_beside and ring.size == 1
+        # Without others to wait for, a device gets a whole layer before what leaves beside it.
+        self._layer_first = self._stream.runs_beside and ring.size == 1
 
     def fetch_by(self, fetcher: Fetcher, counters: Counters) -> None:
         """Let blocks be fetched; before the first step. The counters are reported along with the others."""
@@ -244,7 +244,9 @@ class RankWorker:
             if has_rows:
                 q_TNK, stored_TY = self._project(index, layer, hidden_TD, rope, plan.own_kept)
             final = None if request.relay is None else self._stream.mark()
-            if not self._attends_first:
+            # The last layer's rows leave first of all: whoever decodes waits for them.
+            layer_first = self._layer_first and index < len(self._model.layers) - 1
+            if not layer_first:
                 self._send_early(request, index, plan, final)
             header = Header(step_id, index, stop=self._ring.rank == 0 and should_stop())
             attended, stop = self._ring.attend(
@@ -252,8 +254,6 @@ class RankWorker:
             )
             if stop:
                 return None
-            if self._attends_first:
-                self._send_early(request, index, plan, final)
             relay = request.relay
             if relay is not None and (plan.late or relay.pending):
                 # Rows from other ranks are there once the ring has passed; without any, nothing waits for attention.
@@ -263,6 +263,8 @@ class RankWorker:
             self._pump_pushes()
             if has_rows:
                 hidden_TD = layer.finish(hidden_TD, attended.out_TNV.to(hidden_TD.dtype))
+            if layer_first:
+                self._send_early(request, index, plan, final)
             self._counters.add("layers")
         return hidden_TD
 
