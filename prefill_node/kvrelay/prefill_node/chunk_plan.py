@@ -62,6 +62,8 @@ class ChunkPlanner:
 
     def _earlier_laps(self, table: PageTable, chunk: Span, num_queries: int) -> list[Lap]:
         """Return laps over the positions before the chunk: each rank's rows in sub-blocks, seen whole by all."""
+        if not chunk.start:
+            return []
         limit = self._ring_block_tokens
         # Of the other ranks only the numbers are needed; slot by slot, a long prompt's chunks would cost its square.
         owned = ring_plan.num_owned(table, chunk.start, ring_size=self._size)
