@@ -13,12 +13,16 @@ TOTAL = 20 * MAX_QUEUED
 
 
 class Told:
-    """A decode node that tells as fast as it is listened to."""
+    """A call to a decode node that tells as fast as it is listened to."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self.cancelled = 0, False
 
-    async def stream(self) -> AsyncIterator[decode_pb2.DecodeEvent]:
+    def cancel(self) -> bool:
+        self.cancelled = True
+        return True
+
+    async def __aiter__(self) -> AsyncIterator[decode_pb2.DecodeEvent]:
         for at in range(TOTAL):
             self.count += 1
             yield decode_pb2.DecodeEvent(admitted=decode_pb2.DecodeAdmitted(resident_tokens=at))
@@ -26,7 +30,7 @@ class Told:
 
 async def test_a_client_that_does_not_read_holds_up_its_own_nodes_and_fills_no_memory() -> None:
     told, legs = Told(), Legs({Role.DECODE: Incarnation("d", 1)})
-    legs.start(Role.DECODE, told.stream())
+    legs.start(Role.DECODE, told)
     for _ in range(3 * TOTAL):  # the pump could run to its end by then
         await asyncio.sleep(0)
     assert told.count <= MAX_QUEUED + 1
@@ -43,7 +47,7 @@ async def test_a_client_that_does_not_read_holds_up_its_own_nodes_and_fills_no_m
 
 async def test_all_of_a_long_stream_arrives_in_order_and_then_its_end() -> None:
     legs = Legs({Role.DECODE: Incarnation("d", 1)})
-    legs.start(Role.DECODE, Told().stream())
+    legs.start(Role.DECODE, Told())
     seen: list[int] = []
     while not legs.ended(Role.DECODE):
         if (message := await legs.next(1.0)) is not None:
@@ -55,7 +59,7 @@ async def test_all_of_a_long_stream_arrives_in_order_and_then_its_end() -> None:
 
 async def test_a_leg_that_waits_for_its_reader_can_be_stopped() -> None:
     told, legs = Told(), Legs({Role.DECODE: Incarnation("d", 1)})
-    legs.start(Role.DECODE, told.stream())
+    legs.start(Role.DECODE, told)
     for _ in range(3 * MAX_QUEUED):
         await asyncio.sleep(0)
     async with asyncio.timeout(20):
@@ -63,3 +67,10 @@ async def test_a_leg_that_waits_for_its_reader_can_be_stopped() -> None:
     count = told.count
     await asyncio.sleep(0.01)
     assert told.count == count
+
+
+async def test_a_leg_that_was_stopped_before_it_had_begun_leaves_no_call_behind() -> None:
+    told, legs = Told(), Legs({Role.DECODE: Incarnation("d", 1)})
+    legs.start(Role.DECODE, told)
+    await legs.stop(Role.DECODE)
+    assert (told.count, told.cancelled) == (0, True)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from grpc import aio
 
@@ -26,6 +27,12 @@ log = logging.getLogger(__name__)
 LegMessage = prefill_pb2.PrefillEvent | decode_pb2.DecodeEvent
 
 
+class LegCall(AsyncIterable[LegMessage], Protocol):
+    """A streaming call to a node."""
+
+    def cancel(self) -> bool: ...
+
+
 @dataclass(frozen=True, slots=True)
 class LegEnded:
     """A stream is over: cleanly, or with an error."""
@@ -43,6 +50,15 @@ class LegFailedError(ServeError):
         self.culprits = culprits
 
 
+def why_failed(err: aio.AioRpcError, node: Incarnation) -> ServeError:
+    """Return what a call to a node of an attempt failed of."""
+    error = from_rpc_error(err, peer=str(node))
+    if error.status is Status.CANCELLED:
+        # Not by us, or its task would be cancelled: a server that stops ends its calls so, and another may serve.
+        return UnavailableError(str(error))
+    return error
+
+
 class Legs:
     """Owns the streams of one attempt. Use `next`; leave through `stop`."""
 
@@ -53,9 +69,9 @@ class Legs:
         self._tasks: dict[Role, asyncio.Task[None]] = {}
         self._ended: dict[Role, LegEnded] = {}
 
-    def start(self, role: Role, call: AsyncIterable[LegMessage]) -> None:
+    def start(self, role: Role, call: LegCall) -> None:
         task = self._tasks[role] = asyncio.create_task(self._pump(role, call))
-        task.add_done_callback(partial(self._on_pump_end, role))
+        task.add_done_callback(partial(self._on_pump_end, role, call))
 
     def lost(self, role: Role) -> None:
         """Say that a node no longer knows the request (from the lease keeper, on the event loop)."""
@@ -110,21 +126,20 @@ class Legs:
             await asyncio.wait((task,), timeout=timeout_s)
         await self.stop(role)
 
-    async def _pump(self, role: Role, call: AsyncIterable[LegMessage]) -> None:
+    async def _pump(self, role: Role, call: LegCall) -> None:
         try:
             async for message in call:
                 await self._room.acquire()
                 self._queue.put_nowait(message)
             self._queue.put_nowait(LegEnded(role, None))
         except aio.AioRpcError as err:
-            error = from_rpc_error(err, peer=str(self._nodes[role]))
-            if error.status is Status.CANCELLED:
-                # Not by us, or this task would be cancelled: the node is leaving, and another one may serve.
-                error = UnavailableError(str(error))
-            self._queue.put_nowait(LegEnded(role, error))
+            self._queue.put_nowait(LegEnded(role, why_failed(err, self._nodes[role])))
 
-    def _on_pump_end(self, role: Role, pump: asyncio.Task[None]) -> None:
-        if not pump.cancelled() and (bug := pump.exception()) is not None:
+    def _on_pump_end(self, role: Role, call: LegCall, pump: asyncio.Task[None]) -> None:
+        if pump.cancelled():
+            # gRPC does not do so by itself for a pump that had not begun, or that a node's first word was waking.
+            call.cancel()
+        elif (bug := pump.exception()) is not None:
             log.error("the stream from %s ends by a bug", self._nodes[role], exc_info=bug)
             self._queue.put_nowait(LegEnded(role, ServeError(f"stream from {self._nodes[role]}: {bug!r}")))
 
