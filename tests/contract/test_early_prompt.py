@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from kvrelay.core.clock import Deadline
-from kvrelay.core.errors import CapacityError, StaleMessageError, UnavailableError
+from kvrelay.core.errors import (
+    CapacityError,
+    RequestCancelledError,
+    ServeError,
+    StaleMessageError,
+    UnavailableError,
+)
 from kvrelay.core.types import Sampling
 from kvrelay.proto.v1 import decode_pb2, prefill_pb2
 from kvrelay.router.orchestrate import Job, Orchestrator
@@ -126,8 +132,9 @@ async def test_a_request_that_is_over_at_prefill_may_refuse_its_ticket() -> None
     assert tokens_of(events) == ANSWER
 
 
-async def test_a_ticket_that_cannot_be_given_fails_the_attempt() -> None:
-    prefill = PlayedPrefill(hang=True, refuse_ticket=lambda: CapacityError("no"))
+@pytest.mark.parametrize("why", [CapacityError("no"), RequestCancelledError("the server stops")])
+async def test_a_ticket_that_cannot_be_given_fails_the_attempt(why: ServeError) -> None:
+    prefill = PlayedPrefill(hang=True, refuse_ticket=lambda: why)
     stage = Stage([prefill, PlayedPrefill()], [PlayedDecode()])
     async with taking_late_tickets(stage) as orchestrator:
         events, _ = await run(orchestrator)

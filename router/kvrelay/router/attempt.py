@@ -18,12 +18,11 @@ from grpc import aio
 from kvrelay.core import tracing
 from kvrelay.core.clock import Deadline
 from kvrelay.core.errors import DeadlineError, Status, UnavailableError
-from kvrelay.core.grpc_status import from_rpc_error
 from kvrelay.core.types import Incarnation, Role, Sampling
 from kvrelay.proto import convert
 from kvrelay.proto.v1 import common_pb2, decode_pb2, handoff_pb2, prefill_pb2
 from kvrelay.router.leases import LeaseKeeper, Peer
-from kvrelay.router.legs import LegFailedError, LegMessage, Legs
+from kvrelay.router.legs import LegFailedError, LegMessage, Legs, why_failed
 from kvrelay.router.peers import Node, Peers, Placed, PullFrom
 
 ABORT_TIMEOUT_S = 1.0
@@ -131,10 +130,7 @@ class Attempt:
                 request, timeout=self._deadline.remaining_s(), metadata=tracing.outgoing()
             )
         except aio.AioRpcError as err:
-            cause = from_rpc_error(err, peer=str(node.incarnation))
-            if cause.status is Status.CANCELLED:
-                # Not by us, or this task would be cancelled: a server that stops ends its calls so.
-                cause = UnavailableError(f"{node.incarnation} is leaving")
+            cause = why_failed(err, node.incarnation)
             if isinstance(cause, UnavailableError):
                 self._shared.peers.put_aside(node.incarnation, str(cause))
             raise LegFailedError(cause, frozenset({node.incarnation})) from err
@@ -185,7 +181,7 @@ class Attempt:
                 metadata=tracing.outgoing(),
             )
         except aio.AioRpcError as err:
-            error = from_rpc_error(err, peer=str(node.incarnation))
+            error = why_failed(err, node.incarnation)
             # A request that ended at prefill meanwhile needs none; its stream says how it ended.
             if error.status is not Status.FAILED_PRECONDITION:
                 self._legs.failed(Role.PREFILL, error)
