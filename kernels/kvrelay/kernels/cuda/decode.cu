@@ -4,6 +4,11 @@
 // become f16 exactly, into the matrix unit; none goes back. Scales never touch the numbers: those of a key join its
 // scores group by group, those of a value join its weight, over a power of two per group that only grows.
 //
+// compute-sanitizer's racecheck reports hazards here, all of them across one of two edges: from warps that arrive at a
+// named barrier without waiting (WEIGHTS_FULL, WEIGHTS_EMPTY) to those that wait, and from the lanes of a warp, through
+// __syncwarp, to the one that arrives at `empty` for them. tests/unit/test_cuda_decode.py follows these edges too, and
+// finds every access to shared memory in order.
+//
 // Given by the compiler's command line: PAGE rows of a page, STAGES tiles in flight.
 // Lane l of a warp: g = l / 4, t = l % 4, as in the fragments of mma.m16n8k16.
 
