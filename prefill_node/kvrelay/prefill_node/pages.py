@@ -307,9 +307,11 @@ class RingPages:
 
     def _owners(self, cached_tokens: int, prompt_tokens: int) -> list[int]:
         """Return the owner rank of each prompt page behind the cached ones. They depend on the chunks alone."""
+        first_page = cached_tokens // self.page_tokens
+        if self.ring_size == 1:
+            return [0] * (-(-prompt_tokens // self.page_tokens) - first_page)
         owners: list[int] = []
         counts = [0] * self.ring_size
-        first_page = cached_tokens // self.page_tokens
         for chunk in chunks_of(Span(cached_tokens, prompt_tokens), chunk_tokens=self._chunk_tokens):
             added = ring_plan.assign_pages(
                 chunk,

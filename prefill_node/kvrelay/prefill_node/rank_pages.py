@@ -24,5 +24,7 @@ def allocate(allocators: Sequence[PageAllocator], ranks: Sequence[int]) -> tuple
     Raises:
         CapacityError: a rank has fewer free pages than are wanted of it.
     """
+    if len(allocators) == 1:
+        return tuple(zip(ranks, pages_of(allocators[0].allocate(len(ranks))), strict=True))
     fresh = {rank: iter(pages_of(allocators[rank].allocate(number))) for rank, number in Counter(ranks).items()}
     return tuple((rank, next(fresh[rank])) for rank in ranks)
