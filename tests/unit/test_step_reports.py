@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from kvrelay.core.types import SampledToken
-from kvrelay.decode_node.runner import Left, Stepped, StepThread
+from kvrelay.decode_node.runner import Joined, Left, Stepped, StepThread
 from kvrelay.decode_node.scheduler import Sequence
+
+JOINED = Joined.__name__
 
 
 class Device:
@@ -43,13 +45,23 @@ class Device:
         self.thread.start()
         assert self.ended.wait(10)
         self.thread.stop()
-        return self.happened[3:]  # behind the joins
+        return [one for one in self.happened if one != JOINED]
 
 
 def test_a_step_is_told_once_and_behind_the_launch_of_the_next_one() -> None:
     assert Device(num_tokens=4).run() == [
         "launch", "launch", "Stepped", "launch", "Stepped", "launch", "Stepped", "Stepped",
     ]  # fmt: skip
+
+
+def test_who_joins_hears_of_it_behind_the_launch_of_the_first_step() -> None:
+    device = Device(num_tokens=1)
+    device.run()
+    assert device.happened[:4] == ["launch", JOINED, JOINED, JOINED]
+    cpu = Device(num_tokens=1)
+    cpu.runs_beside = False
+    cpu.run()
+    assert cpu.happened[:4] == [JOINED, JOINED, JOINED, "launch"]
 
 
 def test_where_nothing_computes_beside_the_thread_a_step_is_told_at_once() -> None:

@@ -102,7 +102,6 @@ class Leader:
         self._relay_pending = False
         self._tick_s = BUSY_TICK_S
         self._ended_at_prefill: list[str] = []
-        worker.late_ticket = self._take_ticket
 
     def submit(self, job: Job, sink: Sink) -> None:
         """Queue a job; refusals arrive at the sink too."""
@@ -158,6 +157,7 @@ class Leader:
             RingError, RuntimeError: a rank is lost; this process must exit.
         """
         self._worker.bind_thread()
+        self._worker.late_ticket = self._take_ticket
         self._note_load()
         while True:
             self._take_commands(self._wait_s())
