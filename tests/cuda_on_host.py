@@ -20,19 +20,29 @@ from repo import ROOT
 TILE = 32
 
 
-def library(source: Path, main: str, folder: Path, *, empty: Sequence[str], options: Sequence[str] = ()) -> ctypes.CDLL:
-    """Compile `main` of tests/ with the kernel beside `source`; the headers `empty` are the machine's to give."""
+def library(
+    source: Path, main: str, folder: Path, *, threads: int, empty: Sequence[str], options: Sequence[str] = ()
+) -> ctypes.CDLL:
+    """Compile `main` of tests/ with the kernel beside `source`; its `launch` returns what went wrong, or null.
+
+    Args:
+        threads: of a block.
+        empty: headers whose functions are the machine's to give.
+    """
     if shutil.which("g++") is None or int(subprocess.check_output(["g++", "-dumpversion"]).split(b".")[0]) < 12:
         pytest.skip("no g++ from 12 on, which knows 16-bit floats")
     for file in source.parent.iterdir():
         shutil.copy(file, folder)
     for header in empty:
         (folder / header).write_text("")
-    command = ["g++", "-std=c++20", "-O2", "-Wno-attributes", "-Wno-psabi", "-shared", "-fPIC", *options]
-    subprocess.run([*command, f"-I{folder}", str(ROOT / "tests" / main), "-o", str(folder / "host.so")], check=True)
+    command = ["g++", "-std=c++20", "-O2", "-Wno-attributes", "-Wno-psabi", "-fPIC", f"-DBLOCK_THREADS={threads}"]
+    watched = ["-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]  # its hooks are in shared_races.cpp
+    for name, more in ((main, [*watched, *options]), ("shared_races.cpp", [])):
+        file = ROOT / "tests" / name
+        subprocess.run([*command, *more, f"-I{folder}", "-c", file, "-o", folder / f"{file.stem}.o"], check=True)
+    subprocess.run(["g++", "-shared", *folder.glob("*.o"), "-o", folder / "host.so"], check=True)
     loaded = ctypes.CDLL(str(folder / "host.so"))
     loaded.launch.restype = ctypes.c_char_p
-    loaded.launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
     return loaded
 
 

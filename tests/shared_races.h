@@ -1,4 +1,4 @@
-// Finds accesses to a block's shared memory that nothing orders, for cuda_on_host.cpp: what happens before what is kept
+// Finds accesses to a block's shared memory that nothing orders, for cuda_on_host.h: what happens before what is kept
 // as vector clocks, so an access that no barrier separates from another thread's is found in whatever order they came.
 
 #pragma once
@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-constexpr int BLOCK_THREADS = 256, COPY_BARRIERS = 16;
+constexpr int COPY_BARRIERS = 16;  // and BLOCK_THREADS, on the command line
 
 // What had happened at some point: of each thread a time of its own, of each barrier of copies a number of its phase.
 struct Clock {
@@ -26,6 +26,6 @@ void fence_before_copies();      // by this thread: stores and copies are told a
 // A copy is begun by this thread, and ends with phase `number` of a barrier of copies.
 void begin_copy(void* to, size_t bytes, int copy_barrier, uint32_t number);
 
-// Given by cuda_on_host.cpp.
+// Given by cuda_on_host.h, and by who includes that.
 int this_thread();
 void report_race(size_t offset, bool one_is_a_copy);

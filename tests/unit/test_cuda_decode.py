@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
-import shutil
-import subprocess
 from typing import Protocol
 
 import pytest
 import torch
-from torch import Tensor
 
+import cuda_on_host
 from kvrelay.core.errors import NoKernelError
 from kvrelay.core.layout import FP8_GROUP_NUMBERS, fp8_groups, fp8_row_bytes
 from kvrelay.kernels import cuda_choice, nvrtc, quant, reference
-from kvrelay.kernels.cuda_decode import HEADS, SOURCE, STAGES, Arguments, Results, compile_refuses
-from kvrelay.kernels.paged_plan import PagedPlan
-from repo import ROOT
+from kvrelay.kernels.cuda_decode import HEADS, SOURCE, STAGES, THREADS, Arguments, Results, compile_refuses
 
 PAGE = 32  # so that a tile of 64 rows lies in two pages
 STAGES_HERE = 3  # so that a tile's place among the copies and that among the weights are seldom the same
-LATENT, ROPE, TILE = 512, 64, 32
+LATENT, ROPE = 512, 64
 NOT_A_NUMBER = 0xFF  # a byte of it, in every type of a row
 WHOLE = 0  # the kernel with all of its barriers
 
@@ -43,21 +38,10 @@ class Launch(Protocol):
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    if shutil.which("g++") is None or int(subprocess.check_output(["g++", "-dumpversion"]).split(b".")[0]) < 12:
-        pytest.skip("no g++ from 12 on, which knows 16-bit floats")
-    folder = tmp_path_factory.mktemp("cuda_on_host")
-    for source in SOURCE.parent.iterdir():
-        shutil.copy(source, folder)
-    (folder / "ptx.cuh").write_text("")
-    options = ["-std=c++20", "-O2", "-Wno-attributes", "-fPIC"]
-    options += [f"-DPAGE={PAGE}", f"-DSTAGES={STAGES_HERE}", f"-I{folder}"]
-    watched = ["-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]  # its hooks are in shared_races.cpp
-    for name, more in (("cuda_on_host", watched), ("shared_races", [])):
-        source = ROOT / "tests" / f"{name}.cpp"
-        subprocess.run(["g++", *options, *more, "-c", source, "-o", folder / f"{name}.o"], check=True)
-    subprocess.run(["g++", "-shared", *folder.glob("*.o"), "-o", folder / "host.so"], check=True)
-    library = ctypes.CDLL(str(folder / "host.so"))
-    library.launch.restype = ctypes.c_char_p
+    library = cuda_on_host.library(
+        SOURCE, "decode_on_host.cpp", tmp_path_factory.mktemp("decode_on_host"),
+        threads=THREADS, empty=("ptx.cuh",), options=(f"-DPAGE={PAGE}", f"-DSTAGES={STAGES_HERE}"),
+    )  # fmt: skip
     library.launch.argtypes = [
         ctypes.POINTER(Arguments), ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_bool,
     ]  # fmt: skip
@@ -69,32 +53,6 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         return why
 
     return run
-
-
-def a_plan(tables: list[list[int]], lengths: list[int]) -> PagedPlan:
-    plan = PagedPlan.allocate(
-        num_sequences=len(lengths), max_pages=max(map(len, tables)), page_tokens=PAGE, device=torch.device("cpu")
-    )
-    for row, table in enumerate(tables):
-        plan.page_table_BP[row, : len(table)] = torch.tensor(table)
-    plan.lengths_B.copy_(torch.tensor(lengths))
-    plan.starts_B1[1:] = ((plan.lengths_B + TILE - 1) // TILE).cumsum(0)
-    return plan
-
-
-def joined(into: Results, plan: PagedPlan, parts: int) -> Tensor:
-    """Do what `triton_join` does, plainly."""
-    starts = plan.starts_B1.tolist()
-    per_part = max(-(-starts[-1] // parts), 2)
-    for seq, (start, end) in enumerate(itertools.pairwise(starts)):
-        first, last = start // per_part, (end - 1) // per_part
-        if start == end:
-            into.out_BNC[seq] = 0
-        elif first < last:
-            pieces = slice(first + seq, last + seq + 1)
-            weight_JN = torch.softmax(into.lse_JN[pieces].double() * torch.tensor(2.0).log(), 0)
-            into.out_BNC[seq] = (into.pieces_JNC[pieces] * weight_JN[..., None]).sum(0)
-    return into.out_BNC
 
 
 @pytest.mark.parametrize(
@@ -112,10 +70,8 @@ def test_the_kernel_on_the_host_equals_the_reference(
     launch: Launch, lengths: list[int], heads: int, parts: int, octaves: int
 ) -> None:
     random = torch.Generator().manual_seed(len(lengths))
-    counts = [-(-length // PAGE) for length in lengths]
-    shuffled = torch.randperm(sum(counts) + 2, generator=random)[: sum(counts)]
-    tables = [part.tolist() for part in torch.split(shuffled, counts)]
-    pool = torch.full((sum(counts) + 2, PAGE, fp8_row_bytes(LATENT, ROPE)), NOT_A_NUMBER, dtype=torch.uint8)
+    tables, num_pages = cuda_on_host.scattered(lengths, PAGE, random)
+    pool = torch.full((num_pages, PAGE, fp8_row_bytes(LATENT, ROPE)), NOT_A_NUMBER, dtype=torch.uint8)
     for table, length in zip(tables, lengths, strict=True):
         if not length:
             continue
@@ -126,12 +82,12 @@ def test_the_kernel_on_the_host_equals_the_reference(
         packed[length:] = NOT_A_NUMBER
         pool[table] = packed.view(-1, *pool.shape[1:])
     q = torch.randn(len(lengths), heads, LATENT + ROPE, generator=random).to(torch.bfloat16)
-    plan, scale = a_plan(tables, lengths), 0.1 * 2.0**-octaves
+    plan, scale = cuda_on_host.a_plan(tables, lengths, PAGE), 0.1 * 2.0**-octaves
     into = Results(q, latent_width=LATENT, parts=parts)
 
     args = Arguments.of(q, pool, plan, into, scale=scale, early=False)
     assert launch(args, -(-heads // HEADS), parts, pool.numel()) is None
-    out = joined(into, plan, parts)
+    out = cuda_on_host.joined(into, plan, parts)
 
     exact = quant.dequantise(pool.flatten(0, 1), latent_width=LATENT, dtype=torch.float32).view(*pool.shape[:2], -1)
     for seq, (table, length) in enumerate(zip(tables, lengths, strict=True)):
@@ -149,7 +105,10 @@ def failure(launch: Launch, lengths: list[int], parts: int, *, without: int = WH
     counts = [-(-length // PAGE) for length in lengths]
     tables = [part.tolist() for part in torch.split(torch.arange(sum(counts)), counts)]
     pool = torch.zeros(sum(counts), PAGE, fp8_row_bytes(LATENT, ROPE), dtype=torch.uint8)
-    q, plan = torch.zeros(len(lengths), HEADS, LATENT + ROPE, dtype=torch.bfloat16), a_plan(tables, lengths)
+    q, plan = (
+        torch.zeros(len(lengths), HEADS, LATENT + ROPE, dtype=torch.bfloat16),
+        cuda_on_host.a_plan(tables, lengths, PAGE),
+    )
     into = Results(q, latent_width=LATENT, parts=parts)
     args = Arguments.of(q, pool, plan, into, scale=1.0, early=False)
     return launch(args, 1, parts, pool.numel(), without=without, exact=False)
@@ -165,7 +124,7 @@ def test_barriers_order_all_that_warps_and_copies_do_in_shared_memory(
     assert failure(launch, lengths, parts) is None
 
 
-# Numbers of cuda_on_host.cpp.
+# Numbers of cuda_on_host.h.
 LEFT_OUT = {
     "the scorers' barrier": 1,
     "weights are full": 2,

@@ -22,9 +22,9 @@ UNIT = 2048
 def launch(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Launch:
     stages, ahead = request.param
     defines = (f"-DUNIT={UNIT}", f"-DSTAGES={stages}", f"-DAHEAD={ahead}")
-    loaded = library(
-        SOURCE, "write_on_host.cpp", tmp_path_factory.mktemp("write_on_host"), empty=("ptx.cuh",), options=defines
-    )
+    folder = tmp_path_factory.mktemp("write_on_host")
+    loaded = library(SOURCE, "write_on_host.cpp", folder, threads=32, empty=("ptx.cuh",), options=defines)
+    loaded.launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
     return lambda arguments, blocks, source_bytes: loaded.launch(ctypes.addressof(arguments), blocks, 1, source_bytes)
 
 
