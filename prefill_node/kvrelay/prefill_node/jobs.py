@@ -42,6 +42,12 @@ class Job:
     def prompt_tokens(self) -> int:
         return int(self.prompt_T.shape[0])
 
+    @property
+    def relayed_tokens(self) -> int:
+        """Of the prompt, those that decode lacks and has been promised."""
+        resident = self.prompt_tokens if self.ticket is None else self.ticket.resident_tokens
+        return self.prompt_tokens - min(resident, self.prompt_tokens)
+
 
 class Phase(Enum):
     QUEUED = "queued"

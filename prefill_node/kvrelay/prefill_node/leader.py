@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import RequestCancelledError, ServeError, TransferError
@@ -24,6 +24,7 @@ from kvrelay.prefill_node.fills import FillOrder
 from kvrelay.prefill_node.group import RingGroup
 from kvrelay.prefill_node.job_events import Done, Failed, FirstToken, JobEvent, Progress, Sink, Started
 from kvrelay.prefill_node.jobs import Job
+from kvrelay.prefill_node.load import Load
 from kvrelay.prefill_node.prompt_logprobs import join
 from kvrelay.prefill_node.pushes import Push
 from kvrelay.prefill_node.rank import RankWorker, StepResult
@@ -37,27 +38,8 @@ _FIRST_TOKEN_PAUSE_S = 0.0005  # what follows keeps the interpreter from those w
 _TOLD_IN_LAYER = 2  # of a chunk: what came of its plan
 BUSY_TICK_S = 0.05  # first wait while closes or waits for room are pending; longer and longer while nothing changes
 
-
 FillSink = Callable[[jobs.FillEnded], object]
 CacheListener = Callable[[jobs.CacheChanged], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Cheap figures after the last step; read by any thread."""
-
-    free_pages: int = 0
-    active_jobs: int = 0
-    queued_jobs: int = 0
-    closing_jobs: int = 0
-    pushes: int = 0
-    queued_tokens: int = 0
-    has_work: bool = False  # a step would make progress
-
-    @property
-    def is_empty(self) -> bool:
-        """No page is held for any request or its hand-off, or for a push; pulls are not counted."""
-        return not (self.active_jobs or self.queued_jobs or self.closing_jobs or self.pushes)
 
 
 class Leader:
@@ -90,7 +72,7 @@ class Leader:
         self._on_cache = on_cache
         self._counters = counters
         self._clock = clock
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}
         self._fill_sinks: dict[str, FillSink] = {}
         self._jobs: dict[str, Job] = {}
@@ -122,7 +104,7 @@ class Leader:
     def give_ticket(self, key: str, ticket: handoff_pb2.Ticket) -> None:
         """Bring the ticket of a submitted job; a chunk of it that is in work sees it at its next layer."""
         self._tickets[key] = ticket
-        self._commands.put(lambda: self._drop_ticket_of_gone(key))
+        self._commands.put(lambda: None if key in self._jobs else self._tickets.pop(key, None))
 
     def fail(self, key: str, error: ServeError) -> None:
         """End a job with an error; unknown keys are ignored."""
@@ -312,10 +294,6 @@ class Leader:
             self._jobs[key] = replace(self._jobs[key], ticket=ticket)
         return ticket
 
-    def _drop_ticket_of_gone(self, key: str) -> None:
-        if key not in self._jobs:
-            self._tickets.pop(key, None)
-
     def _end(self, key: str, event: JobEvent, reason: str) -> None:
         """Give up what is left of a job's hand-off and let its pages go."""
         self._worker.abort(key, reason)
@@ -328,15 +306,12 @@ class Leader:
         self._control.close(key, abort=abort)
 
     def _tell(self, key: str, event: JobEvent) -> None:
-        sink = self._sinks.get(key)
-        if sink is not None:
+        if (sink := self._sinks.get(key)) is not None:
             sink(event)
 
     def _relayed_bytes(self, key: str) -> int:
         job = self._jobs.get(key)
-        if job is None or job.ticket is None:
-            return 0
-        return (job.prompt_tokens - min(job.ticket.resident_tokens, job.prompt_tokens)) * self._token_bytes
+        return 0 if job is None else job.relayed_tokens * self._token_bytes
 
     def _take_commands(self, wait_s: float | None) -> None:
         try:
@@ -369,12 +344,4 @@ class Leader:
         return None if self._group is None else IDLE_TICK_S
 
     def _note_load(self, *, computing: bool = False) -> None:
-        self.load = Load(
-            free_pages=self._control.free_pages,
-            active_jobs=self._control.active_jobs,
-            queued_jobs=self._control.queued_jobs,
-            closing_jobs=self._control.closing_jobs,
-            pushes=len(self._control.pushes),
-            queued_tokens=self._control.queued_tokens(),
-            has_work=computing or self._control.has_chunk,
-        )
+        self.load = Load.of(self._control, computing=computing)
