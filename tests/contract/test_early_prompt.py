@@ -19,8 +19,10 @@ from kvrelay.core.errors import (
     StaleMessageError,
     UnavailableError,
 )
+from kvrelay.core.grpc_status import RemoteError
 from kvrelay.core.types import Sampling
 from kvrelay.proto.v1 import decode_pb2, prefill_pb2
+from kvrelay.router import attempt
 from kvrelay.router.orchestrate import Job, Orchestrator
 from kvrelay.router.timesplit import RequestTimer
 from orchestrate_stage import ANSWER, PlayedDecode, PlayedPrefill, Stage, playing, run, tokens_of
@@ -95,6 +97,25 @@ async def test_a_decode_node_without_room_ends_the_prompt_that_was_begun_and_ano
     assert [call.request.attempt for call in prefill.calls][-1] == 2
     assert 1 in [abort.request.attempt for abort in prefill.aborts]
     assert [ticket.request.attempt for ticket in prefill.tickets] == [2]
+
+
+async def test_o2_a_decode_node_that_had_no_room_is_asked_for_some_before_a_prompt_is_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attempt, "FULL_S", 60.0)
+    full, prefill = PlayedDecode(refuse=lambda: CapacityError("full")), PlayedPrefill()
+    async with taking_late_tickets(Stage([prefill], [full])) as orchestrator:
+        with pytest.raises(RemoteError, match="full"):
+            await run(orchestrator)
+        again = await asyncio.gather(*(run(orchestrator) for _ in range(4)), return_exceptions=True)
+        assert {type(error) for error in again} == {RemoteError}
+        assert len(prefill.calls) == 1
+
+        full.refuse = None
+        for is_early in (False, True):
+            assert tokens_of((await run(orchestrator))[0]) == ANSWER
+            assert prefill.calls[-1].ticket_follows is is_early
+            orchestrator.shared.full_until_s.clear()
 
 
 async def test_a_client_that_leaves_while_decode_makes_room_ends_both() -> None:

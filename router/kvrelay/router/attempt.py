@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 from grpc import aio
 
 from kvrelay.core import tracing
-from kvrelay.core.clock import Deadline
+from kvrelay.core.clock import Deadline, monotonic
 from kvrelay.core.errors import DeadlineError, Status, UnavailableError
 from kvrelay.core.types import Incarnation, Role, Sampling
 from kvrelay.proto import convert
@@ -27,6 +27,7 @@ from kvrelay.router.peers import Node, Peers, Placed, PullFrom
 
 ABORT_TIMEOUT_S = 1.0
 SETTLE_TIMEOUT_S = 5.0  # for prefill to say its last word after decode has finished
+FULL_S = 1.0  # for so long a decode node that had no room is asked for some before a prompt is begun
 
 
 class Background:
@@ -52,6 +53,16 @@ class Shared:
     peers: Peers
     leases: LeaseKeeper
     background: Background
+    full_until_s: dict[Incarnation, float] = field(default_factory=dict)  # decode nodes that had no room just now
+
+    def is_full(self, node: Incarnation) -> bool:
+        return self.full_until_s.get(node, 0.0) > monotonic()
+
+    def note_full(self, node: Incarnation) -> None:
+        now_s = monotonic()
+        for other in [other for other, until_s in self.full_until_s.items() if until_s <= now_s]:
+            del self.full_until_s[other]
+        self.full_until_s[node] = now_s + FULL_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +105,14 @@ class Attempt:
         self.is_local = False  # decode completes the prompt itself: prefill has no part in it
 
     def begin(self) -> bool:
-        """Give the prompt to prefill already, if it can do without the ticket for now; return whether."""
+        """Give the prompt to prefill already, if it can do without the ticket for now; return whether.
+
+        Not where decode had no room just now: what a prompt takes at prefill, others would lose for nothing.
+        """
         decode, prefill = self._placed.decode, self._placed.prefill
         if decode is None or self._placed.is_local or not prefill.takes_late_tickets:
+            return False
+        if self._shared.is_full(decode.incarnation):
             return False
         self._start_prefill(ticket_follows=True)
         return True
@@ -133,6 +149,8 @@ class Attempt:
             cause = why_failed(err, node.incarnation)
             if isinstance(cause, UnavailableError):
                 self._shared.peers.put_aside(node.incarnation, str(cause))
+            elif cause.status is Status.RESOURCE_EXHAUSTED:
+                self._shared.note_full(node.incarnation)
             raise LegFailedError(cause, frozenset({node.incarnation})) from err
         self._ticket, self.is_local = reply.ticket, reply.computes
         self._hold(Role.DECODE, node)
