@@ -2,17 +2,22 @@
 
 Points: `part` (every write, see part_faults), `decode.step`, `prefill.chunk`, `host.save`, `host.load` (a step or copy
 takes `seconds` longer; cleared, it goes on), `transfer`, `lease` (so does a round of that thread), `decode.admit`,
-`decode.reserve`, `prefill.accept` (refused: `unavailable`, `invalid` or `full`), `renew` (the router's renewals do not
+`decode.reserve`, `prefill.accept` (refused: `unavailable`, `invalid` or `full`), `decode.room` (found, and said
+`seconds` later), `prefill.ticket` (of one that comes late: `late` by `seconds`, `twice`, `refuse`d, or taken but the
+answer is `lost`), `renew` (the router's renewals do not
 leave), `place` (a request's first attempt goes to the nodes that its kind names; where it goes after a failure is
 placement's choice, as ever).
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
+
+import grpc
 
 from faults.lab.part_faults import LabTransport
 from faults.lab.switchboard import Switchboard
@@ -38,6 +43,7 @@ def install(role: str, board: Switchboard) -> None:
         _before(DecodeEngine, "step", lambda: board.linger("decode.step"))
         _before(DecodeNode, "on_admitted", lambda: _refuse(board, "decode.admit"))
         _before(DecodeNode, "reserve", lambda: _refuse(board, "decode.reserve"))
+        _find_room_slowly(board)
     elif role == "prefill":
         from kvrelay.kvcache.host_store import HostStore  # noqa: PLC0415
         from kvrelay.prefill_node.rank import RankWorker  # noqa: PLC0415
@@ -48,6 +54,7 @@ def install(role: str, board: Switchboard) -> None:
         _before(HostStore, "load", lambda: board.linger("host.load"))
         _before(RankWorker, "_run_chunk", lambda: board.linger("prefill.chunk"))
         _before(PrefillServicer, "_checked", lambda: _refuse(board, "prefill.accept"))
+        _mistreat_tickets(board)
     else:
         _install_in_router(board)
 
@@ -118,6 +125,39 @@ def _hang_leases(board: Switchboard) -> None:
     from kvrelay.core.health import Beats  # noqa: PLC0415
 
     _before(Beats, "beat", lambda: board.linger("lease"))
+
+
+def _find_room_slowly(board: Switchboard) -> None:
+    from kvrelay.decode_node.node import DecodeNode  # noqa: PLC0415
+
+    reserve = DecodeNode.reserve
+
+    async def slowly(node: Any, ask: Any) -> Any:
+        reserved = await reserve(node, ask)
+        rule = board.ask("decode.room")
+        await asyncio.sleep(rule.seconds if rule else 0.0)
+        return reserved
+
+    setattr(DecodeNode, "reserve", slowly)  # noqa: B010
+
+
+def _mistreat_tickets(board: Switchboard) -> None:
+    from kvrelay.prefill_node.servicer import PrefillServicer  # noqa: PLC0415
+
+    give = PrefillServicer.GiveTicket
+
+    async def mistreated(servicer: Any, request: Any, context: Any) -> Any:
+        rule = board.ask("prefill.ticket")
+        kind = rule.kind if rule else ""
+        if rule and kind == "late":
+            await asyncio.sleep(rule.seconds)
+        elif kind in ("twice", "lost"):
+            await give(servicer, request, context)
+        if kind in ("lost", "refuse"):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "refused by the fault lab at prefill.ticket")
+        return await give(servicer, request, context)
+
+    setattr(PrefillServicer, "GiveTicket", mistreated)  # noqa: B010
 
 
 def _forget_slow_copies(board: Switchboard) -> None:

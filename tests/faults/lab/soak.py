@@ -218,6 +218,15 @@ def _hang(fleet: Fleet, dice: random.Random) -> None:
     fleet.arm(node, point, seconds=dice.uniform(0.5, 4.0), count=1)
 
 
+def _room(fleet: Fleet, dice: random.Random) -> None:
+    fleet.arm(dice.choice(NODES[2:]), "decode.room", seconds=dice.uniform(0.05, 2.0), count=dice.randint(1, 6))
+
+
+def _ticket(fleet: Fleet, dice: random.Random) -> None:
+    kind = dice.choice(["late", "twice", "refuse", "lost"])
+    fleet.arm(NODES[0], "prefill.ticket", kind, seconds=dice.uniform(0.05, 2.0), count=dice.randint(1, 3))
+
+
 def _kill(fleet: Fleet, dice: random.Random) -> None:
     fleet.signal(dice.choice(NODES), signal.SIGKILL)
 
@@ -241,6 +250,8 @@ _FAULTS: dict[str, tuple[float, Strike]] = {
     **{f"part-{kind}": (2.0, _part(kind)) for kind in (*part_faults.KINDS, "delay", "slow")},
     "refuse": (4.0, _refuse),
     "hang": (3.0, _hang),
+    "room": (3.0, _room),
+    "ticket": (3.0, _ticket),
     "kill": (1.0, _kill),  # a node is back after some seconds; the supervisor's budget allows five a minute
     "stop": (2.0, _stop),
     "no-renewals": (2.0, _silent),
