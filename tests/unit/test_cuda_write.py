@@ -87,7 +87,7 @@ def test_units_of_a_piece_are_of_one_size_and_whole_lines(longest_bytes: int, un
 
 
 def test_a_host_has_no_such_kernel() -> None:
-    assert cuda_write.write_refuses(torch.device("cpu")) == "it runs on cuda, not cpu"
+    assert cuda_write.write_refuses(torch.device("cpu")) == "runs on cuda, not cpu"
 
 
 @pytest.mark.skipif(nvrtc.nvrtc_refuses() is not None, reason=f"{nvrtc.nvrtc_refuses()}")

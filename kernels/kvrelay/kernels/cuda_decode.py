@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kvrelay.core.errors import NoKernelError
 from kvrelay.kernels import nvrtc, triton_join
 from kvrelay.kernels.paged_plan import PagedPlan
 from kvrelay.kernels.triton_support import num_processors
-
-log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cuda") / "decode.cu"
 HEADS = 16  # of one block
@@ -93,16 +89,8 @@ def decode(q_BNW: Tensor, pool_PSY: Tensor, plan: PagedPlan, *, scale: float, la
 
 
 def compile_refuses(device: torch.device, page_tokens: int) -> str | None:
-    """Return None, or why the source becomes no kernel, as where NVRTC is newer than the driver; that is a warning too.
-
-    Takes about a second, once.
-    """
-    try:
-        _compiled(device, page_tokens)
-    except (NoKernelError, OSError, RuntimeError) as err:
-        log.warning("the CUDA decode kernel cannot be built: %s", err)
-        return f"cannot be built: {err}"
-    return None
+    """Contract of `nvrtc.build_refuses`."""
+    return nvrtc.build_refuses("decode kernel over 8-bit rows", lambda: _compiled(device, page_tokens))
 
 
 @functools.cache

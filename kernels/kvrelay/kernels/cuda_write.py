@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrelay.core.errors import NoKernelError
 from kvrelay.kernels import nvrtc
-
-log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cuda") / "write.cu"
 ALIGN_BYTES = 16  # of offsets and sizes
@@ -54,16 +50,12 @@ class Arguments(ctypes.Structure):
 def write_refuses(device: torch.device) -> str | None:
     """Return None, or why there is no kernel for a device. What nothing else speaks against is compiled."""
     if device.type != "cuda":
-        return f"it runs on cuda, not {device.type}"
+        return f"runs on cuda, not {device.type}"
     if (why := nvrtc.nvrtc_refuses()) is not None:
         return why
     if torch.cuda.get_device_capability(device)[0] < 9:
-        return f"it is written for Hopper and newer, not compute capability {torch.cuda.get_device_capability(device)}"
-    try:
-        _compiled(device)
-    except (NoKernelError, OSError, RuntimeError) as err:
-        return f"it cannot be built: {err}"
-    return None
+        return f"is written for Hopper and newer, not compute capability {torch.cuda.get_device_capability(device)}"
+    return nvrtc.build_refuses("kernel that writes pieces", lambda: _compiled(device))
 
 
 def cut_long(pieces_G3: Pieces) -> Pieces:

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kvrelay.core.errors import NoKernelError
 from kvrelay.kernels import cuda_decode, nvrtc, triton_join
 from kvrelay.kernels.cuda_decode import Results
 from kvrelay.kernels.paged_plan import PagedPlan
 from kvrelay.kernels.triton_support import num_processors
-
-log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cuda") / "heads.cu"
 HEADS = 64  # of one block
@@ -62,16 +58,8 @@ def decode(q_BNW: Tensor, pool_PSW: Tensor, plan: PagedPlan, *, scale: float, la
 
 
 def compile_refuses(device: torch.device) -> str | None:
-    """Return None, or why the source becomes no kernel, as where NVRTC is newer than the driver; that is a warning too.
-
-    Takes some seconds, once.
-    """
-    try:
-        _compiled(device)
-    except (NoKernelError, OSError, RuntimeError) as err:
-        log.warning("the decode kernel for many heads cannot be built: %s", err)
-        return f"cannot be built: {err}"
-    return None
+    """Contract of `nvrtc.build_refuses`."""
+    return nvrtc.build_refuses("decode kernel for many heads", lambda: _compiled(device))
 
 
 @functools.cache

@@ -1,8 +1,7 @@
 """One new token per sequence against its paged latents, with absorbed queries.
 
-Shapes in this file: B sequences of the batch, G sequences of a group, P pages, S rows (of a page, of a
-sequence, or of a block), N heads,
-C latent, R rope, W = C + R.
+Shapes in this file: B sequences of the batch, G sequences of a group, P pages, S rows (of a page, of a sequence, or of
+a block), N heads, C latent, R rope, W = C + R.
 """
 
 from __future__ import annotations

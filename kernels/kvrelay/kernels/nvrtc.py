@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 
 from kvrelay.core.errors import NoKernelError
 from kvrelay.kernels.optional import import_refuses
+
+log = logging.getLogger(__name__)
 
 TensorMap = ctypes.c_ubyte * 128  # CUtensorMap
 
@@ -28,6 +31,21 @@ def nvrtc_refuses() -> str | None:
         _checked(nvrtc.nvrtcVersion())  # loads the compiler, a library of its own
     except (NoKernelError, OSError, RuntimeError) as err:
         return f"NVRTC does not load: {err}"
+    return None
+
+
+def build_refuses(kernel: str, build: Callable[[], object]) -> str | None:
+    """Return None, or why a source becomes no kernel, as where NVRTC is newer than the driver; that is a warning too.
+
+    Args:
+        kernel: its name, for the log.
+        build: calls `compile_kernel`, and keeps what it returns.
+    """
+    try:
+        build()
+    except (NoKernelError, OSError, RuntimeError) as err:
+        log.warning("the %s cannot be built: %s", kernel, err)
+        return f"cannot be built: {err}"
     return None
 
 
@@ -81,7 +99,7 @@ class Kernel:
 def compile_kernel(
     source: Path, name: str, defines: Mapping[str, int], *, device: torch.device, shared_bytes: int
 ) -> Kernel:
-    """Compile a file for `device` and return its extern "C" function `name`; takes about a second.
+    """Compile a file for `device` and return its extern "C" function `name`; takes a second or some.
 
     Raises:
         NoKernelError: with the compiler's log, or what the driver said.
@@ -114,9 +132,9 @@ def compile_image(source: Path, architecture: str, defines: Mapping[str, int]) -
     program = _checked(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), len(headers), texts, names))
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
-        _checked(nvrtc.nvrtcGetProgramLog(program, log))
-        text = log.rstrip(b"\0").decode(errors="replace")
+        written = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        _checked(nvrtc.nvrtcGetProgramLog(program, written))
+        text = written.rstrip(b"\0").decode(errors="replace")
         if int(status):
             raise NoKernelError({"nvrtc": f"{status}: {text}"})
         image = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))

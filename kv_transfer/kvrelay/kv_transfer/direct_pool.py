@@ -31,7 +31,8 @@ def direct_refuses(pool: LatentPool) -> str | None:
         return "it is not in a GPU's memory"
     if pool.layout.row_bytes % WHOLE_BYTES:
         return f"its rows of {pool.layout.row_bytes} bytes are not whole pieces of {WHOLE_BYTES}"
-    return write_refuses(pool.device)
+    why = write_refuses(pool.device)
+    return None if why is None else f"the kernel that writes them: {why}"
 
 
 class DirectPool:
