@@ -77,6 +77,7 @@ def test_p3_c8_a_killed_prefill_node_gives_decodes_pages_back_and_the_request_is
     """P3, C8. The writer is known to be dead when its successor registers; then its pages come back."""
     point = ("prefill.chunk", "on", 20.0) if state == "attached" else ("part", "slow", 0.5)
     fleet.arm_all("prefill", point[0], point[1], seconds=point[2])
+    fleet.serve_on("prefill-1")  # a node of one rank gets its ticket later, and attaches only with a layer of its chunk
     request = Watched(fleet, 120 + len(state))
     wait_until(lambda: fleet.sessions(state) and request.answer.accepted.nodes.prefill_node, 10)
     fleet.signal(request.answer.accepted.nodes.prefill_node, signal.SIGKILL)
