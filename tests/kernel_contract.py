@@ -191,22 +191,6 @@ def test_a_refilled_plan_forgets_the_batch_before(seed: int) -> None:
     assert after == addresses
 
 
-def test_advancing_a_plan_equals_refilling_it() -> None:
-    batch = a_batch([15, 16, 1], torch.float32)
-    tables = [torch.cat((table, torch.tensor([number]))) for number, table in enumerate(batch.tables)]
-    plan, refilled = batch.plan(spare=2), batch.plan(spare=2)
-    plan.update_(tables, batch.lengths)
-    for row, table in enumerate(tables):
-        plan.page_table_BP[row, : len(table)] = table.to(DEVICE)
-
-    plan.advance_()
-
-    refilled.update_(tables, [length + 1 for length in batch.lengths])
-    assert plan.lengths_B.tolist() == [16, 17, 2, 0, 0]
-    assert plan.slots_B.tolist() == refilled.slots_B.tolist()
-    assert plan.starts_B1.tolist() == refilled.starts_B1.tolist() == [0, 1, 3, 4, 4, 4]
-
-
 def test_a_plan_refuses_more_than_it_has_room_for() -> None:
     batch = a_batch([40, 7], torch.float32)
     plan = batch.plan()

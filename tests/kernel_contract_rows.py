@@ -18,7 +18,7 @@ from kvrelay.kernels.pieces import Pieces
 from kvrelay.kernels.rope import Rope, RopeTables, apply_rope
 from kvrelay.kernels.rope_spec import RopeKind, RopeSpec
 from kvrelay.kernels.triton_merge import merge
-from kvrelay.kernels.triton_pack import pack_pieces, unpack_pieces
+from kvrelay.kernels.triton_pack import pack_pieces
 from kvrelay.kernels.triton_rows import write_rows
 
 
@@ -159,7 +159,7 @@ def test_the_device_checksum_equals_the_hosts() -> None:
 
 
 @pytest.mark.parametrize("row_words", [144, 5])
-def test_packed_pieces_come_back_where_they_belong(row_words: int) -> None:
+def test_pieces_are_packed_one_behind_the_other(row_words: int) -> None:
     memory = torch.randint(-(1 << 63), (1 << 63) - 1, (700, row_words), generator=torch.Generator().manual_seed(3))
     rows = [(640, 60), (3, 1), (100, 333), (0, 2)]  # the long one is cut into several pieces
     row_bytes = row_words * 8
@@ -171,13 +171,6 @@ def test_packed_pieces_come_back_where_they_belong(row_words: int) -> None:
     assert pieces.num_words == expected.numel()
     assert torch.equal(packed[: len(expected)].cpu(), expected)
     assert not packed[len(expected) :].any()
-
-    other = torch.zeros_like(on_device)
-    unpack_pieces(other.view(-1), pieces, packed.view(-1))
-    back = torch.zeros_like(memory)
-    for first, number in rows:
-        back[first : first + number] = memory[first : first + number]
-    assert torch.equal(other.cpu(), back)
 
 
 @pytest.mark.parametrize(("latent", "rope"), [(48, 24), (256, 32)])

@@ -89,13 +89,3 @@ class PagedPlan:
 
         self.derived.clear()
         refresh(self)
-
-    def advance_(self) -> None:
-        """Make every sequence that is here one row longer, as after a decode step; one launch, capturable.
-
-        The pages of the new rows must already be in the table.
-        """
-        from kvrelay.kernels.triton_plan import refresh  # noqa: PLC0415
-
-        self.derived.clear()
-        refresh(self, grow_tokens=1)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from kvrelay.kernels.paged_plan import PagedPlan
 
 
-def refresh(plan: PagedPlan, *, grow_tokens: int = 0) -> None:
-    """Write `starts_B1` and `slots_B` from table and lengths, which first grow by `grow_tokens` where not 0."""
+def refresh(plan: PagedPlan) -> None:
+    """Write `starts_B1` and `slots_B` from table and lengths."""
     _refresh[(1,)](
         plan.page_table_BP,
         plan.lengths_B,
@@ -23,7 +23,6 @@ def refresh(plan: PagedPlan, *, grow_tokens: int = 0) -> None:
         plan.starts_B1,
         plan.num_sequences,
         plan.page_table_BP.stride(0),
-        GROW=grow_tokens,
         PAGE=plan.page_tokens,
         TILE=plan.tile_tokens,
         BLOCK=triton.next_power_of_2(plan.num_sequences),
@@ -38,7 +37,6 @@ def _refresh(
     starts_ptr,
     num_sequences,
     table_stride,
-    GROW: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -46,9 +44,6 @@ def _refresh(
     seq_B = tl.arange(0, BLOCK)
     here_B = seq_B < num_sequences
     length_B = tl.load(lengths_ptr + seq_B, here_B, other=0)
-    if GROW:
-        length_B = tl.where(length_B > 0, length_B + GROW, 0)
-        tl.store(lengths_ptr + seq_B, length_B, here_B)
     ends_B = tl.cumsum((length_B + TILE - 1) // TILE)
     tl.store(starts_ptr + seq_B + 1, ends_B, here_B)
     tl.store(starts_ptr + seq_B, tl.zeros_like(ends_B), seq_B == 0)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from kvrelay.kv_transfer.plan import Copies, Copy, CopyTable, table_of
+from kvrelay.kv_transfer.plan import Copies, Copy, CopyTable, firsts_of_merged, table_of
 
 # Starts copying the sources of copies, in order, to an offset of the same memory; the returned call says if it is done.
 Gather = Callable[[CopyTable, int], Callable[[], bool]]
@@ -63,7 +64,7 @@ class Packer:
         if len(copies) < _FEWEST_COPIES:
             return False
         table = table_of(copies)
-        return int(table[:, 2].sum()) <= self._slots.num_bytes and 2 * int(_begins(table).sum()) <= len(table)
+        return int(table[:, 2].sum()) <= self._slots.num_bytes and 2 * len(_firsts(table)) <= len(table)
 
     def start(self, copies: Sequence[Copy]) -> Packed | None:
         """Begin to gather the rows; None when there is no room until others' writes have ended."""
@@ -110,16 +111,13 @@ class Slots:
         del self._taken[index]
 
 
-def _begins(table: CopyTable) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return which copies' targets do not continue those before."""
-    begins = np.ones(len(table), dtype=np.bool_)
-    begins[1:] = table[:-1, 1] + table[:-1, 2] != table[1:, 1]
-    return begins
+def _firsts(table: CopyTable) -> npt.NDArray[np.intp]:
+    """Return the numbers of the copies whose targets do not continue those before."""
+    return firsts_of_merged(table[:-1, 1] + table[:-1, 2] == table[1:, 1])
 
 
 def _gathered(table: CopyTable, offset_bytes: int) -> Copies:
     """Return the copies of the same rows once they lie at an offset one behind the other; neighbours are merged."""
-    [firsts] = np.nonzero(_begins(table))
-    sizes = table[:, 2]
+    firsts, sizes = _firsts(table), table[:, 2]
     sources = offset_bytes + np.cumsum(sizes) - sizes
     return Copies(np.stack((sources[firsts], table[firsts, 1], np.add.reduceat(sizes, firsts)), axis=1))

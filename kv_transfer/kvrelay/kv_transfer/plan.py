@@ -103,7 +103,7 @@ class Route:
         pieces = _Pieces.of(layout, tokens)
         src, dst = pieces.offsets_bytes(src_pages), pieces.offsets_bytes(dst_pages)
         sizes = pieces.num_bytes
-        firsts = _firsts((src[:-1] + sizes[:-1] == src[1:]) & (dst[:-1] + sizes[:-1] == dst[1:]))
+        firsts = firsts_of_merged((src[:-1] + sizes[:-1] == src[1:]) & (dst[:-1] + sizes[:-1] == dst[1:]))
         table = np.stack((src[firsts], dst[firsts], np.add.reduceat(sizes, firsts)), axis=1)
         return cls(_merged(src, sizes), table, src_pool_pages * layout.page_bytes, dst_pool_pages * layout.page_bytes)
 
@@ -215,11 +215,11 @@ class _Pieces:
 
 def _merged(offsets_bytes: Numbers, num_bytes: Numbers) -> Ranges:
     """Return pieces as ranges, neighbours merged."""
-    firsts = _firsts(offsets_bytes[:-1] + num_bytes[:-1] == offsets_bytes[1:])
+    firsts = firsts_of_merged(offsets_bytes[:-1] + num_bytes[:-1] == offsets_bytes[1:])
     return tuple(zip(offsets_bytes[firsts].tolist(), np.add.reduceat(num_bytes, firsts).tolist(), strict=True))
 
 
-def _firsts(goes_on: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+def firsts_of_merged(goes_on: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
     """Return the numbers of the pieces at which merged ones begin.
 
     Args:
