@@ -1,7 +1,7 @@
 """What every decode kernel must give, on a GPU or in Triton's interpreter; kernel_contract_rows.py has the others.
 
-Collected by tests/gpu/test_kernels.py on a device, and by tests/unit/test_kernel_contract.py in a process of its own
-with TRITON_INTERPRET=1. Results are compared with the reference over the same rounded inputs.
+Both are collected by tests/gpu/test_kernels.py on a device, and by tests/unit/test_kernel_contract.py in a process of
+their own with TRITON_INTERPRET=1. Results are compared with the reference over the same rounded inputs.
 """
 
 from __future__ import annotations

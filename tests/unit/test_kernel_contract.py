@@ -14,7 +14,13 @@ from repo import ROOT
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "contract",
-    ["kernel_contract.py", "decode_graphs_contract.py", "few_tokens_contract.py", "expert_kernels_contract.py"],
+    [
+        "kernel_contract.py",
+        "kernel_contract_rows.py",
+        "decode_graphs_contract.py",
+        "few_tokens_contract.py",
+        "expert_kernels_contract.py",
+    ],
 )
 def test_triton_kernels_keep_their_contract_in_the_interpreter(contract: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
