@@ -21,6 +21,9 @@ trap stop EXIT
 "$work/venv/bin/pip" --quiet --disable-pip-version-check install -c "$root/constraints.txt" \
     "kvrelay[all] @ file://$(echo "$work"/dist/*.whl)"
 
+# Only a GPU's node reads these, and the request below meets none.
+diff <(ls "$root/kernels/kvrelay/kernels/cuda") <(ls "$work"/venv/lib/python*/site-packages/kvrelay/kernels/cuda)
+
 cd "$work"
 "$work/venv/bin/kvrelay" --version
 mkfifo ready

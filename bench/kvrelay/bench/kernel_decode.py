@@ -79,12 +79,10 @@ def _packed(rows_PSW: Tensor) -> Tensor:
 
 
 def own_decode(case: Case, layer_PSW: Tensor) -> Callable[..., Tensor]:
-    """Return the first that is not FlashMLA."""
+    """Return the first that is not FlashMLA and takes the case."""
     problem = _problem(case, layer_PSW)
-    own = [
-        backend for backend in mla_decode.BACKENDS if backend.name != "flashmla" and backend.refuses(problem) is None
-    ]
-    return own[0].load()
+    ours = (backend for backend in mla_decode.BACKENDS if backend.name != "flashmla")
+    return next(backend for backend in ours if backend.refuses(problem) is None).load()
 
 
 def chosen_decode(case: Case, layer_PSW: Tensor) -> Callable[..., Tensor]:

@@ -37,6 +37,7 @@ def join(out_BNC: Tensor, pieces_JNC: Tensor, lse_JN: Tensor, plan: PagedPlan, *
         tiles: what the length of a part is a multiple of.
     """
     num_sequences, num_heads, latent_width = out_BNC.shape
+    # Above `ratio` parts a sequence there are many pieces.
     few, ratio = (JOIN_FEW, 8) if num_heads < 64 else (JOIN_FEW_OF_MANY_HEADS, 16)
     pieces, heads, width, warps = JOIN_MANY if parts > ratio * num_sequences else few
     early = joins_early(out_BNC)

@@ -85,7 +85,7 @@ def warm_up(model: Model) -> None:
         out_TNV, lse_TN = attend_block(projected.q_TNK, k_TNK, v_TNV, scale=scale, causal=True)
         merge_in_place(out_TNV, lse_TN, *layer.attend(projected.q_TNK, projected.rows_TW, scale=scale))
         layer.finish(hidden_TD, out_TNV)
-    if model.device.type != "cpu":
+    if model.device.type != "cpu":  # long calls have a kernel with tiles of their own
         times = -(-LONG_KEYS // tokens)
         k_SNK, v_SNV = layer.expand(projected.rows_TW.repeat(times, 1))
         attend_block(projected.q_TNK.repeat(times, 1, 1), k_SNK, v_SNV, scale=scale, causal=True)
