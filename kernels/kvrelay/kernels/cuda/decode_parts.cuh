@@ -2,11 +2,11 @@
 
 #pragma once
 
-#include "ptx.cuh"
+#include "walk.cuh"
 
 constexpr int LATENT = 512, ROPE = 64, GROUPS = 4, GROUP = 128, WIDTH = LATENT + ROPE;
 constexpr int SCALES_AT = LATENT, ROPE_AT = LATENT + 4 * GROUPS, ROW = ROPE_AT + 2 * ROPE;
-constexpr int PLAN_TILE = 32, ROWS = 64, HEADS = 16, WARPS = 4, WARP_ROWS = ROWS / WARPS;
+constexpr int ROWS = 64, HEADS = 16, WARPS = 4, WARP_ROWS = ROWS / WARPS;
 constexpr int MIN_TILES = 2;  // of a part, as in triton_join.py
 // Weights are at most 1 and f16 reaches 65504: so much of its range is used above them.
 constexpr int HEADROOM = 15;
@@ -38,23 +38,8 @@ struct Args {
   float scale_log2;
 };
 
-// The tiles of a part, sequence by sequence; every warp walks them by itself.
-struct Walk {
-  int tile, end, seq, start, stop, length;
-  bool whole;  // the part has all of the sequence
-
-  __device__ void open(const Args& args) {
-    int seq_end;
-    for (;;) {
-      start = args.starts[seq];
-      seq_end = args.starts[seq + 1];
-      if (seq_end > tile) break;
-      seq++;
-    }
-    stop = min(end, seq_end);
-    whole = tile == start && stop == seq_end;
-    length = args.lengths[seq];
-  }
+// Two tiles of the plan at a time.
+struct Walk : Line {
   __device__ int first_row() const { return (tile - start) * PLAN_TILE; }
   __device__ int rows() const { return min(min((stop - tile) * PLAN_TILE, ROWS), length - first_row()); }
   __device__ bool last() const { return tile + ROWS / PLAN_TILE >= stop; }

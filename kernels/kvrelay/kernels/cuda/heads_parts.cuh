@@ -3,9 +3,10 @@
 #pragma once
 
 #include "blocks.cuh"
+#include "walk.cuh"
 
 constexpr int LATENT = 512, WIDTH = 576, COLUMNS = WIDTH / 64, HALF = COLUMNS / 2, ROPE = COLUMNS - 1;
-constexpr int PLAN_TILE = 32, PAGE = 64, HEADS = 64, ROW = 2 * WIDTH;
+constexpr int PAGE = 64, HEADS = 64, ROW = 2 * WIDTH;
 constexpr int PART_TILES = 2;  // what the tiles of a part are a multiple of: whole pages
 constexpr int GROUP = 128;     // threads of a warpgroup
 
@@ -32,23 +33,8 @@ struct Shared {
 
 enum Barrier { BOTH_GROUPS = 1, ONE_GROUP = 2 };  // the last: one per group
 
-// The pages of a part, sequence by sequence; every warp walks them by itself.
-struct Walk {
-  int tile, end, seq, start, stop, length;
-  bool whole;  // the part has all of the sequence
-
-  __device__ void open(const Args& args) {
-    int seq_end;
-    for (;;) {
-      start = args.starts[seq];
-      seq_end = args.starts[seq + 1];
-      if (seq_end > tile) break;
-      seq++;
-    }
-    stop = min(end, seq_end);
-    whole = tile == start && stop == seq_end;
-    length = args.lengths[seq];
-  }
+// Page by page; a part may begin in the middle of one.
+struct Walk : Line {
   __device__ int page() const { return (tile - start) * PLAN_TILE / PAGE; }
   // Rows of the page that are this part's to read.
   __device__ int low() const { return (tile - start) * PLAN_TILE % PAGE; }
