@@ -23,6 +23,8 @@ _SUSTAINED_S = {"cuda": 1.0, "cpu": 0.1}
 
 @dataclass(frozen=True, slots=True)
 class Rates:
+    """What a device does at best, as measured."""
+
     copy_bytes_per_s: float  # device memory, read plus written
     matmul_flop_per_s: float  # a large square product of random numbers in the model's dtype
     sustained_flop_per_s: float  # the same after a second of it: a GPU lowers its clock to stay within its power

@@ -1,4 +1,4 @@
-"""Kernels that only move bytes, over the device's copy rate."""
+"""Kernels in Triton that only move bytes, over the device's copy rate."""
 
 from __future__ import annotations
 

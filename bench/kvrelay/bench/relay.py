@@ -20,18 +20,18 @@ import multiprocessing
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvrelay.bench import report
 from kvrelay.bench.device_rates import short_name, synchronize, timed_s
-from kvrelay.bench.relay_side import STAGING_BYTES, TIMEOUT_S, Side, serve
+from kvrelay.bench.relay_side import LAYOUT, STAGING_BYTES, TIMEOUT_S, Side, serve
 from kvrelay.core.errors import TransferError
-from kvrelay.core.layout import PageLayout
 from kvrelay.core.types import Counters
 from kvrelay.kernels.pieces import WORD_BYTES
 from kvrelay.kv_transfer.device_pool import gather_on_device
@@ -58,8 +58,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(writer: torch.device, reader: torch.device, *, megabytes: int) -> dict[str, Any]:
-    layout = PageLayout(num_layers=1, latent_width=512, rope_width=64, dtype="bfloat16", model_id="-")
-    pages = max(1, (megabytes << 20) // layout.page_bytes)
+    """Return what each way makes of so many MiB, in GB/s and over a plain copy.
+
+    Raises:
+        TransferError: a way failed, took too long, or left other rows with the reader.
+    """
+    pages = max(1, (megabytes << 20) // LAYOUT.page_bytes)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, str(reader), pages), daemon=True)
@@ -69,11 +73,11 @@ def measure(writer: torch.device, reader: torch.device, *, megabytes: int) -> di
         side = Side.make("bench-writer", writer, pages)
         side.pool.layer(0).normal_()
         peer = side.direct.connect(ours.recv())
-        figures = _ways(side, peer, ours, reader, layout)
+        figures = _ways(side, peer, ours, reader)
     finally:
         ours.send(None)
         process.join(TIMEOUT_S)
-    num_bytes = pages * layout.page_bytes
+    num_bytes = pages * LAYOUT.page_bytes
     copied = num_bytes / figures.pop("copy")
     return {
         "writer": str(writer), "reader": str(reader), "bytes": num_bytes, "pages": pages,
@@ -83,15 +87,12 @@ def measure(writer: torch.device, reader: torch.device, *, megabytes: int) -> di
     }  # fmt: skip
 
 
-def _ways(
-    side: Side, peer: str, reader: Connection, reader_device: torch.device, layout: PageLayout
-) -> dict[str, float]:
+def _ways(side: Side, peer: str, reader: Connection, reader_device: torch.device) -> dict[str, float]:
     """Return the median time of each way, and of a plain copy; who is measured when alternates by round."""
     pages = side.pool.num_pages // 2
-    page_bytes = layout.page_bytes
+    page_bytes = LAYOUT.page_bytes
     target = torch.empty_like(side.packed_rows(), device=reader_device)
     from_pages, to_pages = side.scattered(1), side.scattered(2)
-    slots = side.slots(from_pages)
     whole = [Copy(0, 0, pages * page_bytes)]
     each = [Copy(a * page_bytes, b * page_bytes, page_bytes) for a, b in zip(from_pages, to_pages, strict=True)]
     gather = gather_on_device(side.pool) if side.pool.device.type == "cuda" else _host_gather(side.pool)
@@ -114,17 +115,6 @@ def _ways(
         _relay(side, peer, _parts(in_a_run, part_pages, tag=tag), packer)
         reader.recv()
 
-    def check() -> None:
-        reader.send("check")
-        expected = side.pool.rows(0).index_select(0, slots).float().sum(dtype=torch.float64).item()
-        found = reader.recv()
-        if abs(found - expected) > 1e-6 * abs(expected):
-            raise TransferError(f"the reader holds other rows: sums {found} and {expected}")
-
-    def other_rows() -> None:
-        side.pool.layer(0)[:pages].neg_()  # the reader has nothing of this yet
-        synchronize(side.pool.device)
-
     ways: dict[str, Callable[[], None]] = {
         "copy": copy,
         "contiguous": lambda: _write(side, peer, whole),
@@ -138,18 +128,38 @@ def _ways(
             "direct": lambda: _relay(side, peer, direct[0], None),
             "direct_small": lambda: _relay(side, peer, direct[1], None),
         }
+    taken = _in_turns(ways, side.pool.device)
+    for name in ("unpacked", "direct", "direct_small"):
+        if name in ways:
+            side.pool.layer(0)[:pages].neg_()  # the reader has nothing of this yet
+            synchronize(side.pool.device)
+            ways[name]()
+            _check(side, reader, side.slots(from_pages))
+    return taken
+
+
+def _in_turns(ways: Mapping[str, Callable[[], None]], device: torch.device) -> dict[str, float]:
+    """Return the median time of each way; the first round is not counted."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for round_number in range(_ROUNDS + 1):
         for name, way in ways.items():
-            seconds = timed_s(way, side.pool.device)
+            seconds = timed_s(way, device)
             if round_number:
                 taken[name].append(seconds)
-    for name in ("unpacked", "direct", "direct_small"):
-        if name in ways:
-            other_rows()
-            ways[name]()
-            check()
     return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def _check(side: Side, reader: Connection, slots: Tensor) -> None:
+    """Compare the rows that the reader unpacked, or was written, with ours by their sums.
+
+    Raises:
+        TransferError: they differ.
+    """
+    reader.send("check")
+    expected = side.pool.rows(0).index_select(0, slots).float().sum(dtype=torch.float64).item()
+    found = reader.recv()
+    if abs(found - expected) > 1e-6 * abs(expected):
+        raise TransferError(f"the reader holds other rows: sums {found} and {expected}")
 
 
 def _write(side: Side, peer: str, copies: Sequence[Copy]) -> None:

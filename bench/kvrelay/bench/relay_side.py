@@ -23,6 +23,9 @@ from kvrelay.kvcache.pool import LatentPool
 
 TIMEOUT_S = 60.0
 STAGING_BYTES = 256 << 20
+LAYOUT = PageLayout(
+    num_layers=1, latent_width=V2_LITE.kv_lora_rank, rope_width=V2_LITE.rope_width, dtype="bfloat16", model_id="-"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +38,9 @@ class Side:
 
     @classmethod
     def make(cls, name: str, device: torch.device, pages: int) -> Side:
-        dtype = "bfloat16"
-        layout = PageLayout(
-            num_layers=1, latent_width=V2_LITE.kv_lora_rank, rope_width=V2_LITE.rope_width, dtype=dtype, model_id="-"
-        )
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        pool = LatentPool(layout, 2 * pages, device, staging_bytes=STAGING_BYTES)
+        pool = LatentPool(LAYOUT, 2 * pages, device, staging_bytes=STAGING_BYTES)
         fences = FenceMemory.on_host(8)
         if device.type == "cuda":
             fences = FenceMemory.in_tensor(torch.zeros(8, dtype=torch.int64, device=device))

@@ -60,6 +60,7 @@ def _half_on_cuda(problem: Problem) -> str | None:
 
 
 def load_flash4() -> Callable[..., Attended]:
+    """Return FlashAttention-4 under the contract of `mla_prefill.attend_block`, but for the output's dtype."""
     # The public name of this function takes no tile.
     from flash_attn.cute.interface import _flash_attn_fwd as flash_attn  # noqa: PLC0415 - optional
 
@@ -94,6 +95,7 @@ def load_flash4() -> Callable[..., Attended]:
 
 
 def load_flash4_ragged() -> Callable[..., Attended]:
+    """Return the same under the contract of `mla_prefill.attend_ragged`."""
     from flash_attn.cute import flash_attn_varlen_func  # noqa: PLC0415 - optional
 
     def attend(q_TNK: Tensor, k_SNK: Tensor, v_SNV: Tensor, ragged: Ragged, *, scale: float, causal: bool) -> Attended:
