@@ -120,6 +120,8 @@ bool says_full(u64* barrier) {
 }
 void report_race(size_t, bool one_is_a_copy) { fail(one_is_a_copy ? "a race of a copy" : "a race"); }
 
+extern "C" int shared_bytes() { return sizeof(Shared); }
+
 // Returns what went wrong, or null.
 extern "C" const char* launch(const Args* args, int head_blocks, int parts, u64 pool_bytes, int without, bool exact) {
   left_out = without, numbers = exact;

@@ -12,7 +12,7 @@ from torch import Tensor
 import cuda_on_host
 from kvrelay.kernels import cuda_choice, cuda_decode, nvrtc, reference
 from kvrelay.kernels.cuda_decode import Results
-from kvrelay.kernels.heads_decode import HEADS, PART_TILES, SOURCE, THREADS, Arguments
+from kvrelay.kernels.heads_decode import HEADS, PART_TILES, SHARED_BYTES, SOURCE, THREADS, Arguments
 from kvrelay.kernels.paged_plan import PagedPlan
 
 PAGE, LATENT, ROPE, SCALE = 64, 512, 64, 0.1
@@ -21,13 +21,21 @@ WHOLE = 0  # the kernel with all of its barriers
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("heads_on_host")
-    library = cuda_on_host.library(SOURCE, "heads_on_host.cpp", folder, threads=THREADS, empty=("ptx.cuh", "wgmma.cuh"))
+    return cuda_on_host.library(SOURCE, "heads_on_host.cpp", folder, threads=THREADS, empty=("ptx.cuh", "wgmma.cuh"))
+
+
+@pytest.fixture(scope="module")
+def launch(library: ctypes.CDLL) -> Launch:
     library.launch.argtypes = [
         ctypes.POINTER(Arguments), ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_bool,
     ]  # fmt: skip
     return lambda args, *others: library.launch(ctypes.byref(args), *others)
+
+
+def test_a_block_is_given_the_memory_that_the_kernel_takes(library: ctypes.CDLL) -> None:
+    assert library.shared_bytes() == SHARED_BYTES
 
 
 def arguments(q: Tensor, pool: Tensor, plan: PagedPlan, into: Results) -> Arguments:

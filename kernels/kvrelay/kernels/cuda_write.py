@@ -22,7 +22,7 @@ SOURCE = Path(__file__).with_name("cuda") / "write.cu"
 ALIGN_BYTES = 16  # of offsets and sizes
 UNIT_BYTES = 36 << 10  # moved at once; a page of 64 rows in bf16 is two of them
 STAGES, AHEAD = 5, 3  # units in shared memory, and those of them that are being read
-MOST_PIECE_BYTES = 8 * UNIT_BYTES
+MOST_PIECE_BYTES = 8 * UNIT_BYTES  # every piece of a launch takes as many turns as the longest
 _LINE_BYTES = 128
 _THREADS = 32
 
