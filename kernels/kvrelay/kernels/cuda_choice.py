@@ -15,7 +15,7 @@ def cuda_decode_refuses(
     device: str, dtype: torch.dtype, latent_width: int, row_width: int, page_tokens: int
 ) -> str | None:
     """Return None, or the reason for the one over 8-bit rows; what nothing else speaks against is compiled."""
-    if (why := _input_refuses(device, latent_width, row_width)) is not None:
+    if (why := input_refuses(device, latent_width, row_width)) is not None:
         return why
     if dtype != torch.uint8:
         return f"takes rows of 8 bits, not {dtype}"
@@ -32,7 +32,7 @@ def heads_decode_refuses(
     device: str, dtype: torch.dtype, num_heads: int, latent_width: int, row_width: int, page_tokens: int
 ) -> str | None:
     """Return None, or the reason for the one for many heads; what nothing else speaks against is compiled."""
-    if (why := _input_refuses(device, latent_width, row_width)) is not None:
+    if (why := input_refuses(device, latent_width, row_width)) is not None:
         return why
     if dtype != torch.bfloat16:
         return f"takes bf16, not {dtype}"
@@ -47,7 +47,8 @@ def heads_decode_refuses(
     return compile_refuses(torch.device("cuda", torch.cuda.current_device()))
 
 
-def _input_refuses(device: str, latent_width: int, row_width: int) -> str | None:
+def input_refuses(device: str, latent_width: int, row_width: int) -> str | None:
+    """Return None, or the reason of what is made for CUDA and for the rows of DeepSeek's models."""
     if device != "cuda":
         return f"runs on cuda, not {device}"
     if (latent_width, row_width) != (512, 576):

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvrelay.kernels.cuda_choice import input_refuses
 from kvrelay.kernels.optional import import_refuses
 from kvrelay.kernels.paged_plan import PagedPlan
 
@@ -27,22 +28,21 @@ def flashmla_refuses(
     device: str, dtype: torch.dtype, num_heads: int, latent_width: int, row_width: int, page_tokens: int
 ) -> str | None:
     """Return None, or the reason it cannot or should not run."""
-    if device != "cuda":
-        return f"runs on cuda, not {device}"
+    if (why := input_refuses(device, latent_width, row_width)) is not None:
+        return why
     if torch.cuda.get_device_capability()[0] != 9:
         return f"its dense kernel is for Hopper, not compute capability {torch.cuda.get_device_capability()}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"takes bf16 and fp16, not {dtype}"
-    if (latent_width, row_width) != (512, 576):
-        return f"takes rows of 512 + 64, not {latent_width} + {row_width - latent_width}"
     if page_tokens != 64:
         return f"takes pages of 64 rows, not {page_tokens}"
     if num_heads % 64:
-        return f"works on 64 heads at a time, of which {num_heads} fill a part: Triton is faster there"
+        return f"works on 64 heads at a time, of which {num_heads} fill a part: ours are faster there"
     return import_refuses(_MODULE, "sgl-flash-mla")
 
 
 def load_flashmla() -> Attend:
+    """Return its kernel under the contract of `mla_decode.mla_decode`, but that it reads a paged plan."""
     from flash_mla.flash_mla_interface import FlashMLASchedMeta, flash_mla_with_kvcache  # noqa: PLC0415 - optional
 
     def attend(q_BNW: Tensor, pool_PSW: Tensor, plan: PagedPlan, *, scale: float, latent_width: int) -> Tensor:
