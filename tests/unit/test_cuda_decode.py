@@ -105,10 +105,8 @@ def failure(launch: Launch, lengths: list[int], parts: int, *, without: int = WH
     counts = [-(-length // PAGE) for length in lengths]
     tables = [part.tolist() for part in torch.split(torch.arange(sum(counts)), counts)]
     pool = torch.zeros(sum(counts), PAGE, fp8_row_bytes(LATENT, ROPE), dtype=torch.uint8)
-    q, plan = (
-        torch.zeros(len(lengths), HEADS, LATENT + ROPE, dtype=torch.bfloat16),
-        cuda_on_host.a_plan(tables, lengths, PAGE),
-    )
+    q = torch.zeros(len(lengths), HEADS, LATENT + ROPE, dtype=torch.bfloat16)
+    plan = cuda_on_host.a_plan(tables, lengths, PAGE)
     into = Results(q, latent_width=LATENT, parts=parts)
     args = Arguments.of(q, pool, plan, into, scale=1.0, early=False)
     return launch(args, 1, parts, pool.numel(), without=without, exact=False)
@@ -149,12 +147,12 @@ needs_nvrtc = pytest.mark.skipif(nvrtc.nvrtc_refuses() is not None, reason=f"{nv
 
 @needs_nvrtc
 def test_nvrtc_takes_the_source() -> None:
-    image, log = nvrtc.compile_image(SOURCE, "sm_90", {"PAGE": 64, "STAGES": STAGES})
+    image, log = nvrtc.compile_image(SOURCE, "sm_90a", {"PAGE": 64, "STAGES": STAGES})
 
     assert image.startswith(b"\x7fELF")
     assert "Compiling entry function 'decode'" in log
     with pytest.raises(NoKernelError, match="error: "):
-        nvrtc.compile_image(SOURCE, "sm_90", {"PAGE": 64})
+        nvrtc.compile_image(SOURCE, "sm_90a", {"PAGE": 64})
 
 
 @needs_nvrtc

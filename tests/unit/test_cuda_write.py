@@ -93,7 +93,7 @@ def test_a_host_has_no_such_kernel() -> None:
 @pytest.mark.skipif(nvrtc.nvrtc_refuses() is not None, reason=f"{nvrtc.nvrtc_refuses()}")
 def test_nvrtc_takes_the_source() -> None:
     defines = {"UNIT": cuda_write.UNIT_BYTES, "STAGES": cuda_write.STAGES, "AHEAD": cuda_write.AHEAD}
-    image, log = nvrtc.compile_image(SOURCE, "sm_90", defines)
+    image, log = nvrtc.compile_image(SOURCE, "sm_90a", defines)
 
     assert image.startswith(b"\x7fELF")
     assert "Compiling entry function 'write_pieces'" in log

@@ -119,7 +119,7 @@ def compile_kernel(
 
 
 def compile_image(source: Path, architecture: str, defines: Mapping[str, int]) -> tuple[bytes, str]:
-    """Return the machine code for an architecture ("sm_90") and the compiler's log, with registers; needs no device.
+    """Return the machine code for an architecture ("sm_90a") and the compiler's log, with registers; needs no device.
 
     Headers (*.cuh) are those beside `source`.
     """
