@@ -77,7 +77,7 @@ class Ring:
             RingError: another rank is at another step or layer.
         """
         pairs = [pair for lap in laps for of_rank in lap.pairs for pair in of_rank]
-        merged = Partial(q_TNK, in_fp32=len(pairs) > 2 or len(own_TY) > BLOCK_TOKENS)
+        merged = Partial(q_TNK, in_fp32=self.size > 1 or len(pairs) > 2 or len(own_TY) > BLOCK_TOKENS)
         stop = header.stop if self.rank == 0 else False
         for lap in laps:
             chunk_lap = lap.own_slots is None
@@ -138,7 +138,7 @@ class Partial:
     def __init__(self, q_TNK: Tensor | None, *, in_fp32: bool = True) -> None:
         """
         Args:
-            in_fp32: more than two results may be joined; two are rounded once, like a single one.
+            in_fp32: more than two results may be joined; two are rounded once, like a single engine's.
         """
         self._q_TNK = q_TNK
         self._in_fp32 = in_fp32
