@@ -1,4 +1,4 @@
-"""Index servers for every suite that needs one, and the reader of a hand-off over each transport."""
+"""Index servers for every suite that needs one, the reader of a hand-off over each transport, and prefill clients."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 import warm_start
+from contract.prefill_process import Client, DecodePeer, NodeProcess, decode_peer
+from contract.prefill_requests import MODEL
 from handoff_lab import Reader, reader
 from kvrelay.index.server import EmbeddedServer
+from oracle_data import FOLDER
 
 
 def pytest_configure() -> None:
@@ -51,3 +54,17 @@ def kind(request: pytest.FixtureRequest) -> str:
 async def decode(kind: str) -> AsyncIterator[Reader]:
     async with reader(kind) as side:
         yield side
+
+
+@pytest.fixture
+async def client(node: NodeProcess) -> AsyncIterator[Client]:
+    """Of the prefill node that a file starts."""
+    client = Client(node)
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def peer() -> AsyncIterator[DecodePeer]:
+    async with decode_peer(FOLDER / MODEL) as started:
+        yield started

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-import pytest_asyncio
 from grpc import aio
 
-from contract.prefill_process import Client, DecodePeer, NodeProcess, decode_peer, prefill_node
+from contract.prefill_process import Client, DecodePeer, NodeProcess, prefill_node
 from contract.prefill_requests import (
     CHUNK,
     MODEL,
@@ -39,19 +38,6 @@ TOKENS = 1500  # twelve chunks
 def node(index: EmbeddedServer) -> Iterator[NodeProcess]:
     options = ("--chunk-tokens", str(CHUNK))
     with prefill_node(FOLDER / MODEL, *options, ring_size=1, index_url=index.url, name="prefill-late") as started:
-        yield started
-
-
-@pytest_asyncio.fixture
-async def client(node: NodeProcess) -> AsyncIterator[Client]:
-    client = Client(node)
-    yield client
-    await client.close()
-
-
-@pytest_asyncio.fixture
-async def peer() -> AsyncIterator[DecodePeer]:
-    async with decode_peer(FOLDER / MODEL) as started:
         yield started
 
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import grpc
 import numpy as np
 import pytest
-import pytest_asyncio
 from grpc import aio
 
 from contract.prefill_process import (
     Client,
     DecodePeer,
     NodeProcess,
-    decode_peer,
     prefill_node,
     silent_decode_node,
 )
@@ -48,19 +46,6 @@ def node(request: pytest.FixtureRequest, index: EmbeddedServer) -> Iterator[Node
     name = f"prefill-{request.param}"
     options = ("--chunk-tokens", str(CHUNK), "--lease-s", "3")
     with prefill_node(FOLDER / MODEL, *options, ring_size=request.param, index_url=index.url, name=name) as started:
-        yield started
-
-
-@pytest_asyncio.fixture
-async def client(node: NodeProcess) -> AsyncIterator[Client]:
-    client = Client(node)
-    yield client
-    await client.close()
-
-
-@pytest_asyncio.fixture
-async def peer() -> AsyncIterator[DecodePeer]:
-    async with decode_peer(FOLDER / MODEL) as started:
         yield started
 
 

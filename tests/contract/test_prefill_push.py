@@ -49,13 +49,6 @@ def node(request: pytest.FixtureRequest, index: EmbeddedServer) -> Iterator[Node
 
 
 @pytest_asyncio.fixture
-async def client(node: NodeProcess) -> AsyncIterator[Client]:
-    client = Client(node)
-    yield client
-    await client.close()
-
-
-@pytest_asyncio.fixture
 async def peer() -> AsyncIterator[DecodePeer]:
     async with decode_peer(FOLDER / MODEL, name="asks-for-blocks", wants_token=False) as started:
         yield started

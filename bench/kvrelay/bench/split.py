@@ -14,7 +14,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
             if on_gpus:
                 torch.cuda.empty_cache()
         written_s = time.perf_counter()
-        bench = stack.enter_context(Bench.started(options, folder))
+        bench = stack.enter_context(Bench.started(options, folder, devices))
         result["start_s"] = {"checkpoint": round(written_s - began_s, 1),
                              "processes": round(time.perf_counter() - written_s, 1)}  # fmt: skip
         result["handoff"] = []
@@ -114,9 +114,8 @@ class Bench:
 
     @classmethod
     @contextmanager
-    def started(cls, options: argparse.Namespace, folder: Path) -> Iterator[Bench]:
+    def started(cls, options: argparse.Namespace, folder: Path, devices: Sequence[str]) -> Iterator[Bench]:
         """Start everything at once and return when all of it is ready."""
-        devices = devices_of(options.device)
         max_batch = max(options.batch, default=0) + 1
         common = ["--model", str(folder), "--pool-mib", str(options.pool_mib), "--max-batch", str(max_batch)]
         settings = [

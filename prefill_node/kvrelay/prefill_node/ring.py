@@ -76,8 +76,8 @@ class Ring:
         Raises:
             RingError: another rank is at another step or layer.
         """
-        pairs = [pair for lap in laps for of_rank in lap.pairs for pair in of_rank]
-        merged = Partial(q_TNK, in_fp32=self.size > 1 or len(pairs) > 2 or len(own_TY) > BLOCK_TOKENS)
+        # A ring of one attends a pair in each lap, which is cut only when it is long.
+        merged = Partial(q_TNK, in_fp32=self.size > 1 or len(laps) > 2 or len(own_TY) > BLOCK_TOKENS)
         stop = header.stop if self.rank == 0 else False
         for lap in laps:
             chunk_lap = lap.own_slots is None

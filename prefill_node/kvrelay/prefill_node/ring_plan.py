@@ -108,7 +108,7 @@ def owned_slots(table: PageTable, end: int, *, rank: int) -> Rows:
     """Return the pool slots of one rank that hold positions before `end`, in position order."""
     num_pages = -(-end // table.page_tokens)
     pages = table.pages[:num_pages][table.owners[:num_pages] == rank]
-    slots: Rows = (pages[:, None] * table.page_tokens + np.arange(table.page_tokens)).reshape(-1)
+    slots = _slots(pages, table.page_tokens)
     if num_pages and table.owners[num_pages - 1] == rank:
         slots = slots[: len(slots) - (num_pages * table.page_tokens - end)]
     return slots
@@ -119,9 +119,15 @@ def slots_of(table: PageTable, tokens: Span, *, rank: int) -> Rows | None:
     first, end = tokens.start // table.page_tokens, -(-tokens.end // table.page_tokens)
     if not (table.owners[first:end] == rank).all():
         return None
-    slots = (table.pages[first:end, None] * table.page_tokens + np.arange(table.page_tokens)).reshape(-1)
+    slots = _slots(table.pages[first:end], table.page_tokens)
     skipped = tokens.start - first * table.page_tokens
     return slots[skipped : skipped + tokens.num_tokens]
+
+
+def _slots(pages: Rows, page_tokens: int) -> Rows:
+    """Return the slots of whole pages, in order."""
+    slots: Rows = (pages[:, None] * page_tokens + np.arange(page_tokens)).reshape(-1)
+    return slots
 
 
 @dataclass(frozen=True, slots=True)
