@@ -103,7 +103,9 @@ async def test_o2_a_decode_node_that_had_no_room_is_asked_for_some_before_a_prom
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attempt, "FULL_S", 60.0)
-    full, prefill = PlayedDecode(refuse=lambda: CapacityError("full")), PlayedPrefill()
+    prefill = PlayedPrefill()
+    # It refuses once the prompt has come: a call that is given up before would not be seen there.
+    full = PatientDecode(refuse=lambda: CapacityError("full"), waits_for=prefill.called)
     async with taking_late_tickets(Stage([prefill], [full])) as orchestrator:
         with pytest.raises(RemoteError, match="full"):
             await run(orchestrator)
