@@ -38,7 +38,7 @@ def written(pieces: np.ndarray[tuple[int, int], np.dtype[np.int64]], *, num_bloc
 def test_pieces_of_any_size_are_written_where_they_belong_and_nothing_beside_them(num_blocks: int) -> None:
     longest = 2 * MOST_PIECE_BYTES + 240
     pieces = np.array([  # a page, rows, sixteen bytes, none, and one that is cut in three
-        (PAGE, 2 * PAGE, PAGE), (3 * PAGE, 800, PAGE), (1152, 90_000, 1152), (60_000, 220_000, 16), (0, 400, 0),
+        (PAGE, 2 * PAGE, PAGE), (3 * PAGE, 800, PAGE), (1152, 90_000, 1152), (60_000, 222_000, 16), (0, 400, 0),
         (4 * PAGE, 4 * PAGE, longest),
     ])  # fmt: skip
 
