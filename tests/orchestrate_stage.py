@@ -20,6 +20,7 @@ from kvrelay.core.errors import (
 from kvrelay.core.grpc_status import grpc_status
 from kvrelay.core.types import Incarnation, Sampling
 from kvrelay.index.reader import Confidence
+from kvrelay.proto import convert
 from kvrelay.proto.server import connect, serve
 from kvrelay.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2, prefill_pb2, prefill_pb2_grpc
 from kvrelay.router.admission import Terms
@@ -267,11 +268,15 @@ async def playing(stage: Stage, *, lease_s: float = 60.0) -> AsyncIterator[Orche
 async def run(
     orchestrator: Orchestrator, *, max_tokens: int = 6, timeout_s: float = 20.0, prompt_logprobs: bool = False
 ) -> tuple[list[Event], RequestTimer]:
-    sampling = Sampling(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
-    job = Job("r", np.arange(100, dtype=np.int32), sampling)
+    job = a_job(Sampling(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs))
     timer = RequestTimer()
     run = orchestrator.start(job, timer=timer, deadline=Deadline.after(timeout_s))
     return [event async for event in run.events()], timer
+
+
+def a_job(sampling: Sampling) -> Job:
+    prompt = np.arange(100, dtype=np.int32)
+    return Job("r", prompt, convert.pack_ids(prompt), sampling)
 
 
 def tokens_of(events: list[Event]) -> list[int]:

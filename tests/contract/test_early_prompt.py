@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvrelay.core.clock import Deadline
@@ -23,9 +22,9 @@ from kvrelay.core.grpc_status import RemoteError
 from kvrelay.core.types import Sampling
 from kvrelay.proto.v1 import decode_pb2, prefill_pb2
 from kvrelay.router import attempt
-from kvrelay.router.orchestrate import Job, Orchestrator
+from kvrelay.router.orchestrate import Orchestrator
 from kvrelay.router.timesplit import RequestTimer
-from orchestrate_stage import ANSWER, PlayedDecode, PlayedPrefill, Stage, playing, run, tokens_of
+from orchestrate_stage import ANSWER, PlayedDecode, PlayedPrefill, Stage, a_job, playing, run, tokens_of
 
 
 @dataclass
@@ -123,7 +122,7 @@ async def test_o2_a_decode_node_that_had_no_room_is_asked_for_some_before_a_prom
 async def test_a_client_that_leaves_while_decode_makes_room_ends_both() -> None:
     prefill, decode = PlayedPrefill(hang=True), PatientDecode()
     stage = Stage([prefill], [decode])
-    job = Job("r", np.arange(100, dtype=np.int32), Sampling(max_tokens=6))
+    job = a_job(Sampling(max_tokens=6))
     async with taking_late_tickets(stage) as orchestrator:
         events = orchestrator.start(job, timer=RequestTimer(), deadline=Deadline.after(20.0)).events()
         first = asyncio.ensure_future(anext(events))

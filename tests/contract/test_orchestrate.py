@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from kvrelay.core.clock import Deadline
@@ -20,9 +19,9 @@ from kvrelay.core.types import FinishReason, Incarnation, Role, Sampling
 from kvrelay.proto import convert
 from kvrelay.proto.v1 import prefill_pb2
 from kvrelay.router.legs import Legs
-from kvrelay.router.orchestrate import EndEvent, Event, Job, PlacedEvent, PromptEvent, TokensEvent
+from kvrelay.router.orchestrate import EndEvent, Event, PlacedEvent, PromptEvent, TokensEvent
 from kvrelay.router.timesplit import RequestTimer
-from orchestrate_stage import ANSWER, PlayedDecode, PlayedPrefill, Stage, playing, run, tokens_of
+from orchestrate_stage import ANSWER, PlayedDecode, PlayedPrefill, Stage, a_job, playing, run, tokens_of
 
 
 async def test_the_first_token_comes_from_prefill_and_the_rest_from_decode() -> None:
@@ -46,7 +45,7 @@ async def test_the_first_token_comes_from_prefill_and_the_rest_from_decode() -> 
 
 async def test_prefill_has_the_prompt_while_the_client_is_still_being_told_of_its_place() -> None:
     stage = Stage([PlayedPrefill()], [PlayedDecode()])
-    job = Job("r", np.arange(100, dtype=np.int32), Sampling(max_tokens=6))
+    job = a_job(Sampling(max_tokens=6))
     async with playing(stage) as orchestrator:
         run_of_job = orchestrator.start(job, timer=RequestTimer(), deadline=Deadline.after(20.0))
         events = run_of_job.events()

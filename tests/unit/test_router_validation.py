@@ -95,7 +95,7 @@ def test_stop_strings_need_a_tokenizer() -> None:
 
 def test_only_validation_makes_valid_requests() -> None:
     with pytest.raises(AssertionError):
-        ValidRequest(np.array([1], dtype=np.int32), Sampling(max_tokens=1), (), object())
+        ValidRequest(np.array([1], dtype=np.int32), b"", Sampling(max_tokens=1), (), object())
 
 
 def test_a_valid_prompt_cannot_be_changed() -> None:

@@ -33,7 +33,6 @@ from kvrelay.router.leases import LeaseKeeper
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.model_files import read_model_files
 from kvrelay.router.orchestrate import Orchestrator
-from kvrelay.router.placement import missing_for_service
 from kvrelay.router.placer import IndexPlacer
 from kvrelay.router.replicas import Replicas
 from kvrelay.router.servicer import InferenceServicer
@@ -177,7 +176,8 @@ class Router:
 
     def _report(self) -> None:
         stuck = "a thread of this router makes no progress" if self._progress.stuck else None
-        missing = stuck or missing_for_service(self.fleet.nodes())
+        self._placer.prepare()  # so that no request waits for it
+        missing = stuck or self.fleet.service().missing
         if missing == self._missing or self._leaving:
             return
         self._missing = missing

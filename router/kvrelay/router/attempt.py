@@ -11,8 +11,6 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 from grpc import aio
 
 from kvrelay.core import tracing
@@ -70,7 +68,7 @@ class Work:
     """What one attempt has to do: the prompt ends with `num_sent` tokens that the client has already."""
 
     ref: common_pb2.RequestRef
-    prompt: npt.NDArray[np.int32]
+    packed_ids: bytes  # of the prompt
     sampling: Sampling  # max_tokens counts from here
     num_sent: int
 
@@ -89,7 +87,7 @@ class Attempt:
         self._placed = placed
         self._deadline = deadline
         self._ref = work.ref
-        self._packed = convert.pack_ids(work.prompt)
+        self._packed = work.packed_ids
         self._sampling = convert.sampling_to_pb(work.sampling)
         self.num_sent = work.num_sent  # tokens that the client had before
         self._ticket: handoff_pb2.Ticket | None = None

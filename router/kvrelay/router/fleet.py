@@ -22,6 +22,7 @@ from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import decode_pb2_grpc, fleet_pb2, prefill_pb2_grpc
 from kvrelay.router.cost import DEFAULT_COST, NodeCost, published_cost
 from kvrelay.router.peers import Node
+from kvrelay.router.placement import Service
 from kvrelay.router.usual import NO_LINKS, UsualLinks, with_usual_costs
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,20 @@ def view_of(record: fleet_pb2.NodeRecord, usual_links: UsualLinks = NO_LINKS) ->
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A channel to an endpoint, and the methods there: to look these up for each call takes longer than the call's own
+    work. The node may be of either role."""
+
+    channel: aio.Channel
+    prefill: prefill_pb2_grpc.PrefillNodeAsyncStub
+    decode: decode_pb2_grpc.DecodeNodeAsyncStub
+
+    @classmethod
+    def over(cls, channel: aio.Channel) -> _Line:
+        return cls(channel, prefill_pb2_grpc.PrefillNodeStub(channel), decode_pb2_grpc.DecodeNodeStub(channel))
+
+
 class FleetView:
     """Refreshes itself once started; everything runs on one event loop. Implements `peers.Peers`."""
 
@@ -130,7 +145,8 @@ class FleetView:
         self._aside_until_s: dict[Incarnation, float] = {}
         self._usable: tuple[NodeView, ...] | None = None  # what `nodes` returns, until ...
         self._usable_until_s = 0.0  # ... a node is not aside any more
-        self._channels: dict[str, aio.Channel] = {}
+        self._service: tuple[tuple[NodeView, ...], Service] | None = None  # of the nodes at its left
+        self._lines: dict[str, _Line] = {}  # by endpoint
         # A node that left the registry may still be streaming, so its channel is closed only when no request can be.
         self._retire_s = max_request_s
         self._retired: list[tuple[float, aio.Channel]] = []
@@ -149,7 +165,7 @@ class FleetView:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for channel in (*self._channels.values(), *(channel for _, channel in self._retired)):
+        for channel in (*(line.channel for line in self._lines.values()), *(channel for _, channel in self._retired)):
             await channel.close()
 
     def nodes(self) -> tuple[NodeView, ...]:
@@ -168,6 +184,13 @@ class FleetView:
             self._usable_until_s = min(ends_s, default=math.inf)
         return self._usable
 
+    def service(self) -> Service:
+        """Return what these nodes can do together."""
+        nodes = self.nodes()
+        if self._service is None or self._service[0] is not nodes:
+            self._service = nodes, Service.of(nodes)
+        return self._service[1]
+
     def records(self) -> list[fleet_pb2.NodeRecord]:
         """Return every registered node as it describes itself."""
         return list(self._records)
@@ -184,10 +207,10 @@ class FleetView:
         return name in self._left
 
     def prefill(self, node: Node) -> prefill_pb2_grpc.PrefillNodeAsyncStub:
-        return prefill_pb2_grpc.PrefillNodeStub(self._channel(node.endpoint))
+        return self._line(node.endpoint).prefill
 
     def decode(self, node: Node) -> decode_pb2_grpc.DecodeNodeAsyncStub:
-        return decode_pb2_grpc.DecodeNodeStub(self._channel(node.endpoint))
+        return self._line(node.endpoint).decode
 
     def put_aside(self, node: Incarnation, reason: str) -> None:
         log.warning("node %s is set aside for %g s: %s", node, self._put_aside_s, reason)
@@ -245,8 +268,8 @@ class FleetView:
         self.usual_link_s = links.token_s
         self._aside_until_s = {name: until for name, until in self._aside_until_s.items() if name in self._nodes}
         in_use = {node.endpoint for node in nodes}
-        for endpoint in [endpoint for endpoint in self._channels if endpoint not in in_use]:
-            self._retired.append((self._clock() + self._retire_s, self._channels.pop(endpoint)))
+        for endpoint in [endpoint for endpoint in self._lines if endpoint not in in_use]:
+            self._retired.append((self._clock() + self._retire_s, self._lines.pop(endpoint).channel))
         self._on_change()
 
     def _note_changes(self, nodes: dict[Incarnation, NodeView]) -> None:
@@ -272,9 +295,9 @@ class FleetView:
         for channel in due:
             await channel.close()
 
-    def _channel(self, endpoint: str) -> aio.Channel:
-        channel = self._channels.get(endpoint)
-        if channel is None:
+    def _line(self, endpoint: str) -> _Line:
+        line = self._lines.get(endpoint)
+        if line is None:
             channel = connect(endpoint, max_message_bytes=self._max_message_bytes, tls=self._tls)
-            self._channels[endpoint] = channel
-        return channel
+            line = self._lines[endpoint] = _Line.over(channel)
+        return line

@@ -40,6 +40,7 @@ class Job:
 
     request_id: str
     token_ids: npt.NDArray[np.int32]
+    packed_ids: bytes  # the same
     sampling: Sampling
     slo: Slo = Slo.STANDARD
 
@@ -158,17 +159,12 @@ class Run:
     async def _attempt(
         self, number: int, avoid: frozenset[Incarnation], failure: LegFailedError | None
     ) -> AsyncGenerator[Event]:
-        sampling = self._job.sampling
-        max_tokens = sampling.max_tokens - len(self._sent)
-        prompt = np.concatenate([self._job.token_ids, np.asarray(self._sent, dtype=np.int32)])
-        work = Work(
-            common_pb2.RequestRef(request_id=self._job.request_id, attempt=number),
-            prompt,
-            replace(sampling, max_tokens=max_tokens, prompt_logprobs=sampling.prompt_logprobs and not self._sent),
-            len(self._sent),
-        )
+        prompt, packed_ids, sampling = self._left()
+        ref = common_pb2.RequestRef(request_id=self._job.request_id, attempt=number)
+        work = Work(ref, packed_ids, sampling, len(self._sent))
+        patience_s = 0.0 if failure is None else PLACE_AGAIN_S
         try:
-            placed = await self._place(prompt, max_tokens, avoid, patience_s=0.0 if failure is None else PLACE_AGAIN_S)
+            placed = await self._place(prompt, sampling.max_tokens, avoid, patience_s=patience_s)
         except ServeError as err:
             raise err if failure is None else _exhausted(failure, number - 1) from err
         self.placed = placed
@@ -195,6 +191,15 @@ class Run:
         finally:
             placed.release()
             await attempt.close()
+
+    def _left(self) -> tuple[npt.NDArray[np.int32], bytes, Sampling]:
+        """Return what is left to do: the prompt with the tokens that the client has, also packed, and how to go on."""
+        job = self._job
+        if not self._sent:
+            return job.token_ids, job.packed_ids, job.sampling
+        prompt = np.concatenate([job.token_ids, np.asarray(self._sent, dtype=np.int32)])
+        max_tokens = job.sampling.max_tokens - len(self._sent)
+        return prompt, convert.pack_ids(prompt), replace(job.sampling, max_tokens=max_tokens, prompt_logprobs=False)
 
     async def _place(
         self, prompt: npt.NDArray[np.int32], max_tokens: int, avoid: frozenset[Incarnation], *, patience_s: float

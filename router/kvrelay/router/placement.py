@@ -37,6 +37,7 @@ __all__ = [
     "Load",
     "Pair",
     "Question",
+    "Service",
     "longest_served",
     "missing_for_service",
     "pick",
@@ -72,6 +73,18 @@ def longest_served(nodes: Iterable[NodeView]) -> int:
         for group in usable_groups(nodes)
     )
     return max(per_group, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What some nodes can do together."""
+
+    missing: str | None  # what they lack to serve anything
+    max_model_len: int  # see `longest_served`
+
+    @classmethod
+    def of(cls, nodes: Sequence[NodeView]) -> Service:
+        return cls(missing_for_service(nodes), longest_served(nodes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -95,7 +94,7 @@ class IndexPlacer:
         self._long_prompt_tokens = long_prompt_tokens
         self._max_waiting = max_waiting
         self._ahead_per_node = ahead_per_node
-        self._turnstile = Turnstile(self._most_on_nodes)
+        self._turnstile = Turnstile(self._most_on_nodes)  # not used when all go to the nodes at once
         self._others = others
         self._on_placed = on_placed
         self._clock = clock
@@ -104,7 +103,7 @@ class IndexPlacer:
         self._seen: Sequence[NodeView] = ()  # the nodes that the roster was made of
         self._roster = Roster(())
         self._entries: dict[int, Entry] = {}  # by identity of the Placed that was given out
-        self._decided: dict[int, Decision] = {}
+        self._decided: dict[int, tuple[_Work, _Choice]] = {}
         self._no_pull_until_s: dict[Incarnation, float] = {}
         self.decisions = DecisionLog()
 
@@ -135,7 +134,8 @@ class IndexPlacer:
         passed = None
         if terms is not None:
             self._admit(choice.pair, terms)
-            passed = await self._turnstile.turn(calling.get(), _tokens_of(choice))
+            if self._ahead_per_node is not None:
+                passed = await self._turnstile.turn(calling.get(), _tokens_of(choice))
         try:
             if passed is not None and passed.waited:  # what the nodes have and hold is another matter by now
                 choice = await self._choose(work)
@@ -177,6 +177,10 @@ class IndexPlacer:
             roster = Roster([node for node in roster.nodes if node.layout_fingerprint in work.hashes])
         return _Choice(roster.place(question, [loads, others] if others else [loads]), question, known.confidence)
 
+    def prepare(self) -> None:
+        """Make ready what every placement needs of the nodes as they are now."""
+        self._present().prepare()
+
     def _present(self) -> Roster:
         """Return the nodes as they are now, with costs as they have shown themselves to be."""
         nodes = self._fleet.nodes()
@@ -209,7 +213,7 @@ class IndexPlacer:
             begun=entry.fetched,
             not_pulled=lambda: self._not_pulled(entry, choice, decode_pages, pull),
         )
-        return self._given_out(placed, entry, _explained(work, choice))
+        return self._given_out(placed, entry, (work, choice))
 
     def _not_pulled(self, entry: Entry, choice: _Choice, decode_pages: int, pull: Pull | None) -> None:
         assert pull is not None
@@ -238,14 +242,13 @@ class IndexPlacer:
             raise OverloadedError(refusal.reason, retry_after_s=refusal.retry_after_s)
 
     def _most_on_nodes(self) -> int:
-        if self._ahead_per_node is None:
-            return sys.maxsize
+        assert self._ahead_per_node is not None, "else nobody waits for a turn"
         return self._ahead_per_node * self._present().num_prefill
 
     def named(self, placed: Placed, request_id: str) -> None:
         """Enter the decision of a placed request into the log."""
-        if (decision := self._decided.get(id(placed))) is not None:
-            self.decisions.enter(request_id, decision)
+        if (decided := self._decided.get(id(placed))) is not None:
+            self.decisions.enter(request_id, _explained(*decided))
 
     def computed(self, placed: Placed) -> None:
         """Say that the prompt of a placed request is computed: it is no work ahead any more."""
@@ -264,10 +267,10 @@ class IndexPlacer:
         if (row := self._roster.row.get(name)) is not None:
             self._roster.update(self._learned.correct(self._seen[row]))
 
-    def _given_out(self, placed: Placed, entry: Entry, decision: Decision) -> Placed:
+    def _given_out(self, placed: Placed, entry: Entry, decided: tuple[_Work, _Choice]) -> Placed:
         entry.key = id(placed)
         self._entries[entry.key] = entry
-        self._decided[entry.key] = decision
+        self._decided[entry.key] = decided
         return placed
 
     def _release(self, entry: Entry) -> None:

@@ -42,7 +42,6 @@ from kvrelay.router.orchestrate import (
     TokensEvent,
 )
 from kvrelay.router.output import Output
-from kvrelay.router.placement import longest_served, missing_for_service
 from kvrelay.router.placer import IndexPlacer
 from kvrelay.router.quota import QuotaBooks
 from kvrelay.router.settings import RouterSettings
@@ -164,10 +163,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         limits = self._limits()
         check_model(request.model, limits)
         began_s = timer.clock()
-        ids_T = await self._ids(request, limits.max_model_len)
-        valid = validate(ids_T, request.sampling, limits)
+        ids_T, packed_ids = await self._ids(request, limits.max_model_len)
+        valid = validate(ids_T, request.sampling, limits, packed_ids=packed_ids)
         timer.tokenize_ms = (timer.clock() - began_s) * 1000
-        if missing := missing_for_service(self._fleet.nodes()):
+        if missing := self._fleet.service().missing:
             raise UnavailableError(f"model {limits.model!r} cannot be served now: {missing}")
         return valid
 
@@ -180,7 +179,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         deadline: Deadline,
         output: Output,
     ) -> None:
-        job = Job(tracing.request_id.get(), valid.prompt_T, valid.sampling, slo)
+        job = Job(tracing.request_id.get(), valid.prompt_T, valid.packed_ids, valid.sampling, slo)
         stream = ClientStream(job.request_id, valid.prompt_tokens, output, context.write)
         run = self._orchestrator.start(job, timer=timer, deadline=deadline)
         reason = await self._follow(run, stream, seed=valid.sampling.seed)
@@ -216,7 +215,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _follow(self, run: Run, stream: ClientStream, *, seed: int) -> FinishReason:
         """Pass on events until the end, or a stop string: leaving early ends both legs."""
-        pace = self._metrics.pace()
+        pace, computed = self._metrics.pace(), None
         async with aclosing(run.events()) as events:
             async for event in events:
                 if isinstance(event, PlacedEvent):
@@ -231,7 +230,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 elif isinstance(event, TokensEvent):
                     assert run.placed is not None, "tokens come from nodes"
                     pace.tokens(len(event.tokens))
-                    self._placer.computed(run.placed)
+                    if run.placed is not computed:
+                        computed = run.placed
+                        asyncio.get_running_loop().call_soon(self._placer.computed, computed)  # the token leaves first
                     await stream.tokens(stream.output.take(event.tokens))
                     if stream.output.stopped:
                         return FinishReason.STOP
@@ -240,7 +241,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         raise AssertionError("events end with EndEvent or an error")
 
     def _limits(self) -> Limits:
-        served = longest_served(self._fleet.nodes()) or self._files.max_position_embeddings
+        served = self._fleet.service().max_model_len or self._files.max_position_embeddings
         own = self._settings.max_model_len
         return Limits(
             model=self._files.name,
@@ -250,15 +251,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             has_tokenizer=self._files.tokenizer is not None,
         )
 
-    async def _ids(self, request: pb.GenerateRequest, max_tokens: int) -> Ids:
-        """Return the prompt's ids. Text is tokenized in a thread: a long one would stop everybody else."""
+    async def _ids(self, request: pb.GenerateRequest, max_tokens: int) -> tuple[Ids, bytes | None]:
+        """Return the prompt's ids, and the bytes that they came as, if they did.
+
+        Text is tokenized in a thread: a long one would stop everybody else.
+        """
         kind = request.WhichOneof("prompt")
         if kind == "tokens":
-            return read_packed_ids(request.tokens.packed_ids)
+            packed_ids = request.tokens.packed_ids
+            return read_packed_ids(packed_ids), packed_ids
         if kind == "text":
-            return await asyncio.to_thread(self._tokenizer.text, request.text, max_tokens=max_tokens)
+            return await asyncio.to_thread(self._tokenizer.text, request.text, max_tokens=max_tokens), None
         if kind == "chat":
             # Gone through in the thread too: a million short messages take a second.
             messages = ((message.role, message.content) for message in request.chat.messages)
-            return await asyncio.to_thread(self._tokenizer.chat, messages, max_tokens=max_tokens)
+            return await asyncio.to_thread(self._tokenizer.chat, messages, max_tokens=max_tokens), None
         raise InvalidRequestError("the prompt is empty: set one of text, chat and tokens")

@@ -51,6 +51,11 @@ class Roster:
         if self._columns is not None:
             self._columns.update(row, node)
 
+    def prepare(self) -> None:
+        """Make the columns, if `place` will need them."""
+        if self._columns is None and len(self.nodes) > SMALL_FLEET:
+            self._columns = _Columns(self.nodes)
+
     def place(self, question: Question, loads: Sequence[LoadColumns]) -> Pair:
         """Choose as `placement.place` does.
 
@@ -60,10 +65,9 @@ class Roster:
         Raises:
             As `placement.place`.
         """
-        if len(self.nodes) <= SMALL_FLEET:
-            return place(self.nodes, question)
+        self.prepare()
         if self._columns is None:
-            self._columns = _Columns(self.nodes)
+            return place(self.nodes, question)
         cached = self._by_row(question.cached_tokens)
         held = cached if question.held_tokens is None else self._by_row(question.held_tokens)
         rows = self._columns.sources.rows(question, held)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvrelay.core.errors import InvalidRequestError, UnknownModelError
 from kvrelay.core.sampling_limits import MAX_STOP_TOKENS, check_sampling
 from kvrelay.core.types import Sampling
-from kvrelay.proto.convert import sampling_from_pb, sampling_to_pb
+from kvrelay.proto.convert import pack_ids, sampling_from_pb
 from kvrelay.proto.v1 import common_pb2, inference_pb2
 from kvrelay.router.admission import Slo
 
@@ -44,6 +44,7 @@ class ValidRequest:
     """A request that can be served; made by `validate` alone."""
 
     prompt_T: npt.NDArray[np.int32]
+    packed_ids: bytes  # the prompt as messages have it
     sampling: Sampling
     stop_strings: tuple[str, ...]
     proof: object = field(repr=False)
@@ -92,15 +93,25 @@ def read_packed_ids(packed: bytes) -> npt.NDArray[np.uint32]:
     return np.frombuffer(packed, dtype="<u4")
 
 
-def validate(ids_T: npt.NDArray[np.uint32 | np.int32], sampling: common_pb2.Sampling, limits: Limits) -> ValidRequest:
+def validate(
+    ids_T: npt.NDArray[np.uint32 | np.int32],
+    sampling: common_pb2.Sampling,
+    limits: Limits,
+    *,
+    packed_ids: bytes | None = None,
+) -> ValidRequest:
     """Check a request and fill in what it leaves open (seed, most tokens, end tokens).
+
+    Args:
+        packed_ids: the same ids, where they came as bytes: nodes get those.
 
     Raises:
         InvalidRequestError: names the value and the limit.
     """
     _check_prompt(ids_T, limits)
     _check_stops(sampling, limits)
-    _check_numbers(sampling)
+    wanted = sampling_from_pb(sampling)
+    check_sampling(wanted)
     room = limits.max_model_len - len(ids_T)
     max_tokens = sampling.max_tokens or max(1, room)
     if max_tokens > room:
@@ -110,20 +121,15 @@ def validate(ids_T: npt.NDArray[np.uint32 | np.int32], sampling: common_pb2.Samp
         )
     prompt_T = ids_T.view(np.int32)
     prompt_T.flags.writeable = False
-    return ValidRequest(prompt_T, _sampling(sampling, max_tokens, limits), tuple(sampling.stop_strings), _VALIDATED)
-
-
-def _sampling(message: common_pb2.Sampling, max_tokens: int, limits: Limits) -> Sampling:
-    complete = sampling_to_pb(sampling_from_pb(message))
-    complete.max_tokens = max_tokens
-    if not message.HasField("seed"):
-        complete.seed = secrets.randbits(_SEED_BITS)
-    if not message.ignore_eos:
-        complete.stop_token_ids.extend(limits.eos_token_ids)
-    stops = list(dict.fromkeys(complete.stop_token_ids))
-    del complete.stop_token_ids[:]
-    complete.stop_token_ids.extend(stops)
-    return sampling_from_pb(complete)
+    ends = () if sampling.ignore_eos else limits.eos_token_ids
+    complete = replace(
+        wanted,
+        max_tokens=max_tokens,
+        seed=wanted.seed if sampling.HasField("seed") else secrets.randbits(_SEED_BITS),
+        stop_token_ids=tuple(dict.fromkeys((*wanted.stop_token_ids, *ends))),
+    )
+    packed_ids = pack_ids(prompt_T) if packed_ids is None else packed_ids
+    return ValidRequest(prompt_T, packed_ids, complete, tuple(sampling.stop_strings), _VALIDATED)
 
 
 def _check_prompt(ids_T: npt.NDArray[np.uint32 | np.int32], limits: Limits) -> None:
@@ -135,10 +141,6 @@ def _check_prompt(ids_T: npt.NDArray[np.uint32 | np.int32], limits: Limits) -> N
         raise InvalidRequestError(
             f"token id {int(ids_T[at])} at position {at} is not below the vocabulary size {limits.vocab_size}"
         )
-
-
-def _check_numbers(sampling: common_pb2.Sampling) -> None:
-    check_sampling(sampling_from_pb(sampling))
 
 
 def _check_stops(sampling: common_pb2.Sampling, limits: Limits) -> None:
