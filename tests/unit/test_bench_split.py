@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.bench import exposed, gaps, mixed_node, random_checkpoint, ring_exchange, ring_picture
-from kvrelay.bench.pairs import Timed
+from kvrelay.bench import exposed, gaps, mixed_node, order_process, random_checkpoint, ring_exchange, ring_picture
 from kvrelay.bench.random_model import TINY, V2_LITE
+from kvrelay.bench.timed import Timed
 from kvrelay.core.clock import ManualClock
+from kvrelay.core.errors import InvalidRequestError, UnavailableError
 from kvrelay.core.settings import load
 from kvrelay.core.types import Sampling
 from kvrelay.decode_node.settings import DecodeSettings
@@ -67,6 +70,35 @@ def test_the_parts_of_the_exposed_time_are_all_of_it() -> None:
     assert parts["prefill_compute"] == pytest.approx(3.0)
     assert parts["decode_step"] == pytest.approx(0.3)
     assert exposed.medians_ms([parts, parts]) == {name: round(ms, 3) for name, ms in parts.items()}
+
+
+def obedient(name: str) -> order_process.Obey:
+    def obey(order: int) -> str:
+        if order < 0:
+            raise InvalidRequestError(f"{order} is too little")
+        if order > 9:
+            raise SystemExit(1)
+        return name * order
+
+    return obey
+
+
+def test_processes_obey_in_turn_say_what_failed_and_are_missed_when_they_have_ended() -> None:
+    with order_process.started(obedient, [("a",), ("b",)]) as (one, other):
+        assert (one.receive(), other.receive()) == (True, True)
+        one.begin(2)
+        assert other.ask(3) == "bbb"
+        assert one.receive() == "aa"
+        with pytest.raises(UnavailableError, match="-1 is too little"):
+            one.ask(-1)
+        assert one.ask(1) == "a"
+        with pytest.raises(UnavailableError, match="has ended"):
+            other.ask(10)
+
+
+def test_the_client_of_a_split_cluster_has_no_torch_in_its_process() -> None:
+    look = "import sys, kvrelay.bench.split_client, kvrelay.bench.order_process; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", look], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("shape", [TINY, V2_LITE])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from kvrelay.bench.pairs import Timed
+from kvrelay.bench.timed import Timed
 
 
 def parts_ms(ours: Timed, one: Timed, router: Mapping[str, float]) -> dict[str, float]:

@@ -7,21 +7,18 @@ running requests wait.
 
 from __future__ import annotations
 
-import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from kvrelay.bench import order_process
 from kvrelay.bench.gaps import Beside
-from kvrelay.bench.pairs import Timed
-from kvrelay.core.errors import ServeError, UnavailableError
+from kvrelay.bench.timed import Timed
+from kvrelay.core.errors import ServeError
 from kvrelay.core.types import SampledToken, Sampling
 from kvrelay.decode_node.engine import DecodeEngine, SequenceState
 from kvrelay.decode_node.scheduler import Sequence as Running
@@ -31,7 +28,6 @@ from kvrelay.model.sampler import SamplerState, sample
 from kvrelay.model.single import Session, SingleEngine
 
 Ids = npt.NDArray[np.int64]
-_STOP_S = 30.0
 _WARM_UP_STEPS = 3
 
 
@@ -147,63 +143,7 @@ def _id_of(token: SampledToken | ServeError) -> int:
     return token.token_id
 
 
-class Remote:
-    """A mixed node in a process of its own."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def answer(self, order: Answer) -> Timed:
-        self._connection.send(order)
-        found: Timed = self.receive()
-        return found
-
-    def start_mix(self, order: Mix) -> None:
-        """Begin; `receive` waits for what comes of it."""
-        self._connection.send(order)
-
-    def receive(self) -> Any:
-        """Return the result of the oldest order.
-
-        Raises:
-            UnavailableError: the process has ended.
-        """
-        try:
-            return self._connection.recv()
-        except EOFError:
-            raise UnavailableError("a mixed node has ended; its last words are above") from None
-
-
-@contextmanager
-def started(all_settings: Sequence[DecodeSettings], *, block_tokens: int) -> Iterator[list[Remote]]:
-    """Start one process per settings at once; `receive` of each gives True when it is ready."""
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in all_settings]
-    processes = [
-        context.Process(target=_serve, args=(theirs, settings, block_tokens), daemon=True)
-        for (_, theirs), settings in zip(pipes, all_settings, strict=True)
-    ]
-    for process in processes:
-        process.start()
-    for _, theirs in pipes:
-        theirs.close()  # so that a process that dies ends our wait
-    try:
-        yield [Remote(ours) for ours, _ in pipes]
-    finally:
-        for ours, _ in pipes:
-            ours.close()
-        for process in processes:
-            process.join(_STOP_S)
-            process.kill()
-
-
-def _serve(orders: Connection, settings: DecodeSettings, block_tokens: int) -> None:
-    """The process: obey until nobody asks any more."""
+def serve(settings: DecodeSettings, block_tokens: int) -> order_process.Obey:
+    """Return what obeys `Answer` and `Mix`, of a node that is made here."""
     node = MixedNode(settings, block_tokens=block_tokens)
-    orders.send(True)
-    while True:
-        try:
-            order = orders.recv()
-        except EOFError:
-            return
-        orders.send(node.answer(order) if isinstance(order, Answer) else node.mix(order))
+    return lambda order: node.answer(order) if isinstance(order, Answer) else node.mix(order)

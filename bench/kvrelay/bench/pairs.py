@@ -8,13 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import torch
 
 from kvrelay.bench import local_cluster
+from kvrelay.bench.timed import Timed
 from kvrelay.core.errors import ServeError
 from kvrelay.core.types import Sampling
 from kvrelay.kvcache.pool import LatentPool
@@ -27,19 +27,6 @@ WARM_UP_PAIRS = 2
 CHUNK_TOKENS = 1024
 PAGE_TOKENS = 64
 REQUEST_TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """When each token of one request was seen, in seconds since the request."""
-
-    token_ids: tuple[int, ...]
-    at_s: tuple[float, ...]
-
-    @property
-    def between_s(self) -> float:
-        """Mean time between tokens, from the second one on: the first gap is the hand-off."""
-        return (self.at_s[-1] - self.at_s[1]) / (len(self.at_s) - 2)
 
 
 class Split:

@@ -9,7 +9,6 @@ the shape of a known model, written to a folder once and loaded by every process
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import statistics
 import tempfile
@@ -20,15 +19,23 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrelay.bench import exposed, gaps, local_cluster, mixed_node, random_checkpoint, report, split_client
+from kvrelay.bench import (
+    exposed,
+    gaps,
+    local_cluster,
+    mixed_node,
+    order_process,
+    random_checkpoint,
+    report,
+    split_client,
+)
 from kvrelay.bench.device_rates import short_name
-from kvrelay.bench.pairs import Timed
 from kvrelay.bench.random_model import SHAPES
+from kvrelay.bench.timed import Timed
 from kvrelay.core.errors import SettingsError
 from kvrelay.core.settings import load
 from kvrelay.decode_node.settings import DecodeSettings
@@ -36,7 +43,6 @@ from kvrelay.model.loaded import choose_device
 
 WARM_UP_PAIRS = 2
 READY_TIMEOUT_S = 300.0
-MESSAGE_BYTES = 64 << 20
 Ids = npt.NDArray[np.int64]
 
 
@@ -108,8 +114,14 @@ def _by_way(rounds: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 class Bench:
     """A split cluster on both devices and a mixed node on each; who does not work waits without computing."""
 
-    def __init__(self, options: argparse.Namespace, endpoint: str, mixed: list[mixed_node.Remote]) -> None:
-        self._options, self._endpoint, self._mixed = options, endpoint, mixed
+    def __init__(
+        self, options: argparse.Namespace, client: order_process.Remote, mixed: Sequence[order_process.Remote]
+    ) -> None:
+        """
+        Args:
+            client: of the cluster.
+        """
+        self._options, self._client, self._mixed = options, client, mixed
         self._vocab_size = SHAPES[options.shape].vocab_size
 
     @classmethod
@@ -131,34 +143,33 @@ class Bench:
         }
         up = ["--model", str(folder), "--ring-size", "1", "--decode", "1", "--chunk-tokens", str(options.chunk_tokens)]
         with (
-            mixed_node.started(settings, block_tokens=options.chunk_tokens) as mixed,
+            order_process.started(mixed_node.serve, [(one, options.chunk_tokens) for one in settings]) as mixed,
             local_cluster.running(up, environ=environ, ready_timeout_s=READY_TIMEOUT_S) as cluster,
+            order_process.started(split_client.serve, [(cluster.endpoint,)]) as (client,),
         ):
-            for one in mixed:
+            for one in (*mixed, client):
                 one.receive()
-            yield cls(options, cluster.endpoint, mixed)
+            yield cls(options, client, mixed)
 
     def hand_off(self, tokens: int, pairs: int) -> dict[str, Any]:
         """Return, per pair, the first and second token of the cluster and of one mixed node; they take turns."""
         measured: list[tuple[Timed, Timed]] = []
         all_parts: list[dict[str, float]] = []  # as the router saw them, warm-up included
-        grpc_options = [("grpc.max_send_message_length", MESSAGE_BYTES)]
-        with grpc.insecure_channel(self._endpoint, options=grpc_options) as channel:
-            for number in range(-min(WARM_UP_PAIRS, (pairs + 1) // 2), pairs):
-                prompt = self._prompt(tokens, 0, number + WARM_UP_PAIRS)
+        for number in range(-min(WARM_UP_PAIRS, (pairs + 1) // 2), pairs):
+            prompt = self._prompt(tokens, 0, number + WARM_UP_PAIRS)
 
-                def through_cluster(prompt: Ids = prompt) -> Any:
-                    timed, parts = split_client.answer(channel, prompt, 2)
-                    all_parts.append(parts)
-                    return timed
+            def through_cluster(prompt: Ids = prompt) -> Any:
+                timed, parts = self._client.ask(split_client.Answer(prompt, 2))
+                all_parts.append(parts)
+                return timed
 
-                def on_one_node(prompt: Ids = prompt) -> Any:
-                    return self._mixed[0].answer(mixed_node.Answer(prompt, 2))
+            def on_one_node(prompt: Ids = prompt) -> Any:
+                return self._mixed[0].ask(mixed_node.Answer(prompt, 2))
 
-                order = [through_cluster, on_one_node][:: 1 if number % 2 else -1]
-                taken = {ask: ask() for ask in order}
-                if number >= 0:
-                    measured.append((taken[through_cluster], taken[on_one_node]))
+            order = [through_cluster, on_one_node][:: 1 if number % 2 else -1]
+            taken = {ask: ask() for ask in order}
+            if number >= 0:
+                measured.append((taken[through_cluster], taken[on_one_node]))
         shares = [(ours.at_s[1] - one.at_s[1]) / one.at_s[0] for ours, one in measured]
         return {
             "prompt_tokens": tokens,
@@ -188,16 +199,13 @@ class Bench:
         contexts = [self._prompt(options.context, 1, batch, number, row) for row in range(batch)]
         prompts = [self._prompt(options.long_prompt, 2, batch, number, one) for one in range(options.prompts)]
         if way == "split":
-            seen = asyncio.run(
-                split_client.watch(
-                    self._endpoint, contexts, prompts, running_tokens=options.running_tokens, alone_s=options.alone_s
-                )
-            )
+            watched = split_client.Watch(contexts, prompts, options.running_tokens, options.alone_s)
+            seen: gaps.Beside = self._client.ask(watched)
             return seen.figures()
         chunk_tokens = options.mixed_chunk_tokens if way == "chunked" else None
         busy = self._mixed[:batch]
         for place, node in enumerate(busy):
-            node.start_mix(
+            node.begin(
                 mixed_node.Mix(
                     contexts[place :: len(busy)], options.running_tokens, prompts[place :: len(busy)], chunk_tokens,
                     options.alone_s,

@@ -1,4 +1,8 @@
-"""The client of a split cluster whose running requests are watched while long prompts are computed next door."""
+"""The client of a split cluster, in a process of its own that knows neither models nor devices.
+
+What else the bench did would show as late tokens: in its own process, which had written a checkpoint with torch, the
+client stood still for 92 to 142 ms once in a first round, while the loops of router and nodes went on.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,15 @@ import asyncio
 import gc
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 
+from kvrelay.bench import order_process
 from kvrelay.bench.gaps import Beside
-from kvrelay.bench.pairs import Timed
+from kvrelay.bench.timed import Timed
 from kvrelay.core.errors import UnavailableError
 from kvrelay.proto import convert
 from kvrelay.proto.server import connect
@@ -24,6 +30,24 @@ _REQUEST_S = 300.0
 _SETTLE_TOKENS = 16  # of each running request, before anything is measured
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request, with nothing beside it."""
+
+    prompt: Ids
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Requests that run, and prompts that are sent together while they do."""
+
+    contexts: Sequence[Ids]  # prompts of the running requests
+    prompts: Sequence[Ids]
+    running_tokens: int  # most that each of them generates
+    alone_s: float  # with the running requests only, before the prompts
+
+
 def request_of(prompt: Ids, num_tokens: int) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(
         tokens=inference_pb2.TokenPrompt(packed_ids=convert.pack_ids(prompt.astype(np.int32))),
@@ -32,9 +56,15 @@ def request_of(prompt: Ids, num_tokens: int) -> inference_pb2.GenerateRequest:
     )
 
 
-def answer(channel: grpc.Channel, prompt: Ids, num_tokens: int) -> tuple[Timed, dict[str, float]]:
+def serve(endpoint: str) -> order_process.Obey:
+    """Return what obeys `Answer` and `Watch`."""
+    channel = grpc.insecure_channel(endpoint, options=[("grpc.max_send_message_length", _MESSAGE_BYTES)])
+    return lambda order: answer(channel, order) if isinstance(order, Answer) else asyncio.run(watch(endpoint, order))
+
+
+def answer(channel: grpc.Channel, order: Answer) -> tuple[Timed, dict[str, float]]:
     """Return when each token of one request came, and where the time went as the router saw it, in ms."""
-    request = request_of(prompt, num_tokens)
+    request = request_of(order.prompt, order.num_tokens)
     ids: list[int] = []
     at_s: list[float] = []
     split = inference_pb2.TimeSplit()
@@ -74,20 +104,17 @@ class _Stream:
         return before[-1:] + inside
 
 
-async def watch(
-    endpoint: str, contexts: Sequence[Ids], prompts: Sequence[Ids], *, running_tokens: int, alone_s: float
-) -> Beside:
-    """Let requests run, send the prompts together when `alone_s` is over, and return what was seen until the last
-    prompt's second token.
+async def watch(endpoint: str, order: Watch) -> Beside:
+    """Return what was seen until the last prompt's second token.
 
     Raises:
-        UnavailableError: a running request ended before that; ask for more tokens.
+        UnavailableError: a running request ended before that, by an error or as it needs more tokens.
     """
     channel = connect(endpoint, max_message_bytes=_MESSAGE_BYTES, tls=None)
     stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
-    streams = [_Stream() for _ in contexts]
-    running_requests = [request_of(prompt, running_tokens) for prompt in contexts]
-    long_requests = [request_of(prompt, 2) for prompt in prompts]
+    streams = [_Stream() for _ in order.contexts]
+    running_requests = [request_of(prompt, order.running_tokens) for prompt in order.contexts]
+    long_requests = [request_of(prompt, 2) for prompt in order.prompts]
     gc.collect()
     gc.disable()  # a collection here would look like a late token
     try:
@@ -97,7 +124,7 @@ async def watch(
         ]
         await asyncio.gather(*(stream.settled.wait() for stream in streams))
         began_s = time.perf_counter()
-        await asyncio.sleep(alone_s)
+        await asyncio.sleep(order.alone_s)
         sent_s = time.perf_counter()
         firsts_s = await asyncio.gather(*(_first_token_s(stub, request) for request in long_requests))
         ended_s = time.perf_counter()
@@ -106,7 +133,8 @@ async def watch(
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         if ended_early:
-            raise UnavailableError(f"{len(ended_early)} running requests ended too early: {ended_early[0]}")
+            why = ended_early[0].exception() or f"each may have {order.running_tokens} tokens"
+            raise UnavailableError(f"{len(ended_early)} running requests ended before the prompts: {why}")
     finally:
         gc.enable()
         await channel.close()
