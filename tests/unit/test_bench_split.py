@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.bench import exposed, gaps, mixed_node, order_process, random_checkpoint, ring_exchange, ring_picture
+from kvrelay.bench import (
+    exposed,
+    gaps,
+    mixed_node,
+    order_process,
+    random_checkpoint,
+    ring_exchange,
+    ring_picture,
+    split_client,
+)
 from kvrelay.bench.random_model import TINY, V2_LITE
 from kvrelay.bench.timed import Timed
 from kvrelay.core.clock import ManualClock
@@ -42,8 +51,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def node(folder: Path) -> mixed_node.MixedNode:
-    options = ["--model", str(folder), "--device", "cpu", "--pool-pages", "64", "--max-batch", "4"]
-    return mixed_node.MixedNode(load(DecodeSettings, options, prog="test"), block_tokens=128)
+    return mixed_node.MixedNode(load(DecodeSettings, options_of(folder), prog="test"), block_tokens=128)
+
+
+def options_of(folder: Path) -> list[str]:
+    return ["--model", str(folder), "--device", "cpu", "--pool-pages", "64", "--max-batch", "4"]
 
 
 def a_prompt(tokens: int, seed: int) -> mixed_node.Ids:
@@ -101,6 +113,21 @@ def test_the_client_of_a_split_cluster_has_no_torch_in_its_process() -> None:
     assert subprocess.run([sys.executable, "-c", look], check=False).returncode == 0
 
 
+def test_what_is_exposed_is_said_beside_the_node_in_its_process_and_beside_it_served() -> None:
+    router = dict.fromkeys(asdict(RequestTimer(ManualClock()).split()), 0.0)
+    ours, one, served = Timed((1, 2), (0.095, 0.106)), Timed((1, 2), (0.1, 0.102)), Timed((1, 2), (0.08, 0.104))
+    other = Timed((1, 3), (0.08, 0.104))
+
+    found = exposed.figures([exposed.Round(ours, one, served, router), exposed.Round(ours, one, other, router)])
+
+    assert found["exposed_over_ttft"] == pytest.approx(0.004 / 0.1)
+    assert found["exposed_over_ttft_beside_served"] == pytest.approx(0.002 / 0.08)
+    assert found["second_token"]["baseline_median_ms"] == 102
+    assert found["second_token_beside_served"]["baseline_median_ms"] == 104
+    assert found["rounds_ms"][0] == [95, 106, 100, 102, 80, 104]
+    assert found["equal_answers"] == 1
+
+
 @pytest.mark.parametrize("shape", [TINY, V2_LITE])
 def test_a_random_checkpoint_says_the_shape_it_has(tmp_path: Path, shape: ModelConfig) -> None:
     (tmp_path / "config.json").write_text(json.dumps(random_checkpoint.config_json(shape)))
@@ -120,6 +147,24 @@ def test_a_mixed_node_answers_as_one_process_does(folder: Path, node: mixed_node
     expected = [one.token_id for one in engine.generate(prompt.tolist(), Sampling(max_tokens=5), chunk_tokens=128)]
     assert list(timed.token_ids) == expected
     assert list(timed.at_s) == sorted(timed.at_s)
+
+
+@pytest.mark.timeout(120)
+def test_a_mixed_node_answers_the_same_when_it_is_served(folder: Path, node: mixed_node.MixedNode) -> None:
+    settings = load(DecodeSettings, [*options_of(folder), "--threads", "1"], prog="test")
+    prompt = a_prompt(300, 5)
+    expected = node.answer(mixed_node.Answer(prompt, 3)).token_ids
+
+    with order_process.started(mixed_node.serve, [(settings, 128)]) as (remote,):
+        remote.receive()
+        ask_as_client = split_client.serve(remote.ask(mixed_node.Serve()))
+        remote.begin(mixed_node.AnswerCaller())
+        at_client, _ = ask_as_client(split_client.Answer(prompt, 3))
+        in_process = remote.receive()
+
+    assert at_client.token_ids == in_process.token_ids == expected
+    assert [len(one.at_s) for one in (at_client, in_process)] == [3, 3]
+    assert all(there > here for there, here in zip(at_client.at_s, in_process.at_s, strict=True))
 
 
 @pytest.mark.parametrize(("chunk_tokens", "gaps_beside"), [(50, 2 * 5), (None, 2 * 1)])

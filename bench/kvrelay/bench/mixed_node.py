@@ -1,8 +1,8 @@
 """A node that prefills and decodes on one device: what a split cluster is measured against.
 
 It is made of the same parts as nodes are, loader, prefill step, pool and recorded decode steps, in one process and with
-nothing in front of it. A prompt is computed between two decode steps, whole or in chunks; while a piece is in work the
-running requests wait.
+nothing in front of it; or served (served_node.py). A prompt is computed between two decode steps, whole or in chunks;
+while a piece is in work the running requests wait.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvrelay.bench import order_process
 from kvrelay.bench.gaps import Beside
+from kvrelay.bench.served_node import Door, Tell
 from kvrelay.bench.timed import Timed
 from kvrelay.core.errors import ServeError
 from kvrelay.core.types import SampledToken, Sampling
@@ -50,6 +51,16 @@ class Mix:
     alone_s: float  # with the running requests only, before the first prompt
 
 
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Be there for callers over gRPC, and say where; once."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCaller:
+    """The next one."""
+
+
 @dataclass(slots=True)
 class _Request:
     session: Session
@@ -71,15 +82,17 @@ class MixedNode:
         self._decode = DecodeEngine(loaded.model, loaded.pool, max_batch=settings.max_batch)
         self._decode.warm_up()
 
-    def answer(self, order: Answer) -> Timed:
-        """Return when each token was there."""
+    def answer(self, order: Answer, tell: Tell = lambda _: None) -> Timed:
+        """Return when each token was there; `tell` is called with each at once."""
         began_s = time.perf_counter()
         request = self._open(order.prompt, order.num_tokens)
         self._prefill(request, order.prompt)
         ids, at_s = [request.row.last_token], [time.perf_counter() - began_s]
+        tell(ids[-1])
         while len(ids) < order.num_tokens:
             at_s.append(self._step([request]) - began_s)
             ids.append(request.row.last_token)
+            tell(ids[-1])
         self._single.close(request.session)
         return Timed(tuple(ids), tuple(at_s))
 
@@ -144,6 +157,19 @@ def _id_of(token: SampledToken | ServeError) -> int:
 
 
 def serve(settings: DecodeSettings, block_tokens: int) -> order_process.Obey:
-    """Return what obeys `Answer` and `Mix`, of a node that is made here."""
-    node = MixedNode(settings, block_tokens=block_tokens)
-    return lambda order: node.answer(order) if isinstance(order, Answer) else node.mix(order)
+    """Return what obeys all orders above, of a node that is made here."""
+    node, door = MixedNode(settings, block_tokens=block_tokens), Door()
+
+    def obey(order: Answer | Mix | Serve | AnswerCaller) -> Timed | Beside | str:
+        match order:
+            case Answer():
+                return node.answer(order)
+            case Mix():
+                return node.mix(order)
+            case Serve():
+                return door.open()
+            case AnswerCaller():
+                call = door.next()
+                return node.answer(Answer(call.prompt, call.num_tokens), call.tell)
+
+    return obey

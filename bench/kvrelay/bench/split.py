@@ -2,19 +2,20 @@
 
 Two questions. What does the hand-off add until the second token (TT2), over the time to the first on one node (TTFT)?
 And how even do answers stream while long prompts are computed? The cluster is `kvrelay up`, seen by its client, router
-and network included; a mixed node (mixed_node.py) is one process with nothing in front of it. Weights are random, in
-the shape of a known model, written to a folder once and loaded by every process as any checkpoint is.
+and network included; a mixed node (mixed_node.py) is one process with nothing in front of it. The first question is
+also answered beside a mixed node that is served to the same client (served_node.py). Weights are random, in the shape
+of a known model, written to a folder once and loaded by every process as any checkpoint is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from kvrelay.model.loaded import choose_device
 
 WARM_UP_PAIRS = 2
 READY_TIMEOUT_S = 300.0
+CLUSTER, SERVED = 0, 1  # whom the client asks
 Ids = npt.NDArray[np.int64]
 
 
@@ -111,6 +113,17 @@ def _by_way(rounds: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return {way: gaps.medians([one for one in rounds if one["way"] == way]) for way in ways}
 
 
+@contextmanager
+def _client(cluster: str, mixed: Sequence[order_process.Remote]) -> Iterator[order_process.Remote]:
+    """Wait for the mixed nodes, and start the client of the cluster and of the first of them."""
+    for node in mixed:
+        node.receive()
+    endpoints: dict[int, str] = {CLUSTER: cluster, SERVED: mixed[0].ask(mixed_node.Serve())}
+    with order_process.started(split_client.serve, [(endpoints[CLUSTER], endpoints[SERVED])]) as (client,):
+        client.receive()
+        yield client
+
+
 class Bench:
     """A split cluster on both devices and a mixed node on each; who does not work waits without computing."""
 
@@ -119,7 +132,7 @@ class Bench:
     ) -> None:
         """
         Args:
-            client: of the cluster.
+            client: of the cluster, and of the first mixed node, as it is served.
         """
         self._options, self._client, self._mixed = options, client, mixed
         self._vocab_size = SHAPES[options.shape].vocab_size
@@ -145,52 +158,36 @@ class Bench:
         with (
             order_process.started(mixed_node.serve, [(one, options.chunk_tokens) for one in settings]) as mixed,
             local_cluster.running(up, environ=environ, ready_timeout_s=READY_TIMEOUT_S) as cluster,
-            order_process.started(split_client.serve, [(cluster.endpoint,)]) as (client,),
+            _client(cluster.endpoint, mixed) as client,
         ):
-            for one in (*mixed, client):
-                one.receive()
             yield cls(options, client, mixed)
 
     def hand_off(self, tokens: int, pairs: int) -> dict[str, Any]:
-        """Return, per pair, the first and second token of the cluster and of one mixed node; they take turns."""
-        measured: list[tuple[Timed, Timed]] = []
-        all_parts: list[dict[str, float]] = []  # as the router saw them, warm-up included
+        """Return the first and second token of the cluster, of one mixed node in its process, and of that one served.
+
+        They take turns with the same prompt.
+        """
+        rounds: list[exposed.Round] = []
         for number in range(-min(WARM_UP_PAIRS, (pairs + 1) // 2), pairs):
             prompt = self._prompt(tokens, 0, number + WARM_UP_PAIRS)
-
-            def through_cluster(prompt: Ids = prompt) -> Any:
-                timed, parts = self._client.ask(split_client.Answer(prompt, 2))
-                all_parts.append(parts)
-                return timed
-
-            def on_one_node(prompt: Ids = prompt) -> Any:
-                return self._mixed[0].ask(mixed_node.Answer(prompt, 2))
-
-            order = [through_cluster, on_one_node][:: 1 if number % 2 else -1]
-            taken = {ask: ask() for ask in order}
+            asks: dict[str, Callable[[], Any]] = {
+                "cluster": partial(self._client.ask, split_client.Answer(prompt, 2, CLUSTER)),
+                "one": partial(self._mixed[0].ask, mixed_node.Answer(prompt, 2)),
+                "served": partial(self._served, prompt),
+            }
+            taken = {way: asks[way]() for way in list(asks)[:: 1 if number % 2 else -1]}
             if number >= 0:
-                measured.append((taken[through_cluster], taken[on_one_node]))
-        shares = [(ours.at_s[1] - one.at_s[1]) / one.at_s[0] for ours, one in measured]
-        return {
-            "prompt_tokens": tokens,
-            "exposed_over_ttft": round(statistics.median(shares), 5),
-            "ttft": report.paired([ours.at_s[0] for ours, _ in measured], [one.at_s[0] for _, one in measured]),
-            "second_token": report.paired([ours.at_s[1] for ours, _ in measured], [one.at_s[1] for _, one in measured]),
-            "router_ms": {
-                name: round(statistics.median(one[name] for one in all_parts[-pairs:]), 3) for name in all_parts[0]
-            },
-            "exposed_ms": exposed.medians_ms(
-                [
-                    exposed.parts_ms(ours, one, parts)
-                    for (ours, one), parts in zip(measured, all_parts[-pairs:], strict=True)
-                ]
-            ),
-            "equal_answers": sum(ours.token_ids == one.token_ids for ours, one in measured),
-            "pairs_ms": [
-                [round(at_s * 1e3, 3) for at_s in (*ours.at_s, *one.at_s)] for ours, one in measured
-            ],  # first and second token through the cluster, then on one node
-            "exposed": [round(one, 5) for one in shares],
-        }
+                ours, parts = taken["cluster"]
+                rounds.append(exposed.Round(ours, taken["one"], taken["served"], parts))
+        return {"prompt_tokens": tokens, **exposed.figures(rounds)}
+
+    def _served(self, prompt: Ids) -> Timed:
+        """Return what the client sees of the first mixed node."""
+        self._mixed[0].begin(mixed_node.AnswerCaller())
+        timed: Timed
+        timed, _ = self._client.ask(split_client.Answer(prompt, 2, SERVED))
+        self._mixed[0].receive()
+        return timed
 
     def between(self, way: str, batch: int, number: int) -> dict[str, Any]:
         """Return the figures of one round: `batch` requests run while the prompts are computed."""

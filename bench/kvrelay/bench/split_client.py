@@ -1,4 +1,4 @@
-"""The client of a split cluster, in a process of its own that knows neither models nor devices.
+"""The client of a split cluster, and of a served mixed node, in a process of its own that knows no models or devices.
 
 What else the bench did would show as late tokens: in its own process, which had written a checkpoint with torch, the
 client stood still for 92 to 142 ms once in a first round, while the loops of router and nodes went on.
@@ -36,6 +36,7 @@ class Answer:
 
     prompt: Ids
     num_tokens: int
+    of: int = 0  # which of the endpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,17 @@ def request_of(prompt: Ids, num_tokens: int) -> inference_pb2.GenerateRequest:
     )
 
 
-def serve(endpoint: str) -> order_process.Obey:
-    """Return what obeys `Answer` and `Watch`."""
-    channel = grpc.insecure_channel(endpoint, options=[("grpc.max_send_message_length", _MESSAGE_BYTES)])
-    return lambda order: answer(channel, order) if isinstance(order, Answer) else asyncio.run(watch(endpoint, order))
+def serve(*endpoints: str) -> order_process.Obey:
+    """Return what obeys `Answer`, and `Watch` at the first endpoint."""
+    options = [("grpc.max_send_message_length", _MESSAGE_BYTES)]
+    channels = [grpc.insecure_channel(one, options=options) for one in endpoints]
+
+    def obey(order: Answer | Watch) -> tuple[Timed, dict[str, float]] | Beside:
+        if isinstance(order, Answer):
+            return answer(channels[order.of], order)
+        return asyncio.run(watch(endpoints[0], order))
+
+    return obey
 
 
 def answer(channel: grpc.Channel, order: Answer) -> tuple[Timed, dict[str, float]]:
