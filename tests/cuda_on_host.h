@@ -115,6 +115,16 @@ bool says_full(u64* barrier);
 void barrier_sync(int id, int wanted) {
   if (!is_left_out(id)) barriers[id].order(wanted, true);
 }
+bool barrier_any(int id, int wanted, bool mine) {
+  static bool any[16][2];  // of this time, and of the last, which some may not have read yet
+  Meeting& barrier = barriers[id];
+  if (is_left_out(id)) return mine;
+  bool& said = any[id][barrier.number % 2];
+  if (!barrier.here) said = false;
+  said |= mine;
+  barrier.order(wanted, true);
+  return said;
+}
 void barrier_arrive(int id, int wanted) {
   if (!is_left_out(id)) barriers[id].order(wanted, false);
 }

@@ -37,10 +37,14 @@ class Batch:
     latent: int
 
     def expected(self) -> Tensor:
-        tables = [table.tolist() for table in self.tables]
-        return reference.mla_decode(
-            self.q.cpu(), self.pool.cpu(), tables, self.lengths, scale=0.2, latent_width=self.latent
+        """Return the reference's answers; zeros where there is no sequence."""
+        out = torch.zeros(*self.q.shape[:2], self.latent)
+        here = [row for row, length in enumerate(self.lengths) if length]
+        tables, lengths = [self.tables[row].tolist() for row in here], [self.lengths[row] for row in here]
+        out[here] = reference.mla_decode(
+            self.q[here].cpu(), self.pool.cpu(), tables, lengths, scale=0.2, latent_width=self.latent
         )
+        return out
 
     def plan(self, *, spare: int = 0) -> PagedPlan:
         longest = max(len(table) for table in self.tables)
@@ -79,7 +83,11 @@ def a_batch(
 
 def the_kernel(name: str, batch: Batch) -> MlaDecode:
     heads, width = batch.q.shape[1:]
-    problem = Problem(DEVICE.type, batch.pool.dtype, heads, batch.latent, width, batch.pool.shape[1])
+    return taken(name, Problem(DEVICE.type, batch.pool.dtype, heads, batch.latent, width, batch.pool.shape[1]))
+
+
+def taken(name: str, problem: Problem) -> MlaDecode:
+    """Return a backend's kernel for a problem, or skip the test where it refuses that."""
     backend = next(backend for backend in mla_decode.BACKENDS if backend.name == name)
     if (why := backend.refuses(problem)) is not None:
         pytest.skip(why)
@@ -112,13 +120,19 @@ def test_a_step_that_is_planned_from_tables_runs_on_the_chosen_kernel() -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="too large for the interpreter")
-@pytest.mark.parametrize("lengths", [[1], [5, 3000, 2999, 64], [40_000], [700] * 64, [9000, 1, 1, 100] * 8], ids=len)
-@pytest.mark.parametrize("heads", [16, 20, 64, 128])
-@pytest.mark.parametrize("name", ["triton", "heads", "flashmla"])
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [5, 3000, 2999, 64], [40_000], [500, 0, 64, 1, 0, 4000, 129, 33], [700] * 64, [9000, 1, 0, 100] * 8],
+    ids=lambda lengths: f"{len(lengths)}x{max(lengths)}",
+)
+@pytest.mark.parametrize("heads", [5, 16, 20, 32, 64, 128])
+@pytest.mark.parametrize("name", ["triton", "narrow", "heads", "flashmla"])
 def test_the_real_shapes_equal_the_reference(name: str, heads: int, lengths: list[int]) -> None:
+    if name == "flashmla" and 0 in lengths:
+        pytest.skip("what it gives where there is no sequence is not asked for")
+    kernel = taken(name, Problem(DEVICE.type, torch.bfloat16, heads, 512, 576, 64))
     batch = a_batch(lengths, torch.bfloat16, heads=heads, latent=512, rope=64, page=64)
     batch.q.mul_(0.3)  # scores of a spread like those of a model
-    kernel = the_kernel(name, batch)
 
     out = kernel(batch.q, batch.pool, DecodePlan.of(batch.plan()), scale=0.2, latent_width=512).cpu().float()
 
@@ -202,7 +216,7 @@ def test_a_plan_refuses_more_than_it_has_room_for() -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="graphs need a GPU")
-@pytest.mark.parametrize(("name", "heads"), [("cuda", 16), ("heads", 64), ("triton", 16)])
+@pytest.mark.parametrize(("name", "heads"), [("cuda", 16), ("narrow", 16), ("heads", 64), ("triton", 16)])
 def test_a_captured_step_follows_the_plan(name: str, heads: int) -> None:
     exact = batch = a_batch([300, 7, 90], torch.bfloat16, heads=heads, latent=512, rope=64, page=64)
     if name == "cuda":

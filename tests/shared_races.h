@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-constexpr int COPY_BARRIERS = 16;  // and BLOCK_THREADS, on the command line
+constexpr int COPY_BARRIERS = 20;  // and BLOCK_THREADS, on the command line
 
 // What had happened at some point: of each thread a time of its own, of each barrier of copies a number of its phase.
 struct Clock {

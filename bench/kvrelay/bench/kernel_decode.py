@@ -18,6 +18,7 @@ from torch import Tensor
 from kvrelay.bench.kernel_timing import recorded, side_by_side
 from kvrelay.core.layout import fp8_row_bytes
 from kvrelay.kernels import mla_decode, quant
+from kvrelay.kernels.dispatch import Backend, choose
 from kvrelay.kernels.flashmla import flashmla_refuses, load_flashmla
 from kvrelay.kernels.paged_plan import PagedPlan
 
@@ -78,15 +79,14 @@ def _packed(rows_PSW: Tensor) -> Tensor:
     return torch.cat(parts).view(len(rows_PSW), PAGE, -1)
 
 
-def own_decode(case: Case, layer_PSW: Tensor) -> Callable[..., Tensor]:
+def own_backend(case: Case, layer_PSW: Tensor) -> Backend[mla_decode.Problem, mla_decode.MlaDecode]:
     """Return the first that is not FlashMLA and takes the case."""
-    problem = _problem(case, layer_PSW)
-    ours = (backend for backend in mla_decode.BACKENDS if backend.name != "flashmla")
-    return next(backend for backend in ours if backend.refuses(problem) is None).load()
+    ours = [backend for backend in mla_decode.BACKENDS if backend.name != "flashmla"]
+    return choose("mla_decode", ours, _problem(case, layer_PSW))
 
 
-def chosen_decode(case: Case, layer_PSW: Tensor) -> Callable[..., Tensor]:
-    return mla_decode.kernel_for(_problem(case, layer_PSW))
+def chosen_backend(case: Case, layer_PSW: Tensor) -> Backend[mla_decode.Problem, mla_decode.MlaDecode]:
+    return choose("mla_decode", mla_decode.BACKENDS, _problem(case, layer_PSW))
 
 
 def _problem(case: Case, layer_PSW: Tensor) -> mla_decode.Problem:
@@ -96,12 +96,16 @@ def _problem(case: Case, layer_PSW: Tensor) -> mla_decode.Problem:
 def against_flashmla(case: Case, device: torch.device, *, copy_bytes_per_s: float, repetitions: int) -> dict[str, Any]:
     """Return ours over the copy rate and over FlashMLA, where that is installed."""
     rows = Rows(case, device)
-    works = {"ours": rows.step(own_decode(case, rows.layers[0]), mla_decode.DecodePlan.of(rows.plan))}
+    ours, chosen = own_backend(case, rows.layers[0]), chosen_backend(case, rows.layers[0])
+    works = {"ours": rows.step(ours.load(), mla_decode.DecodePlan.of(rows.plan))}
     if flashmla_refuses("cuda", torch.bfloat16, 64, LATENT, LATENT + ROPE, PAGE) is None:
         works["flashmla"] = rows.step(load_flashmla(), rows.plan)
     times = side_by_side(works, repetitions=repetitions, calls_per_work=rows.num_layers)
     read_bytes = case.batch * case.tokens * case.row_bytes["bf16"]
-    result: dict[str, Any] = {"case": case.name, "layers": rows.num_layers, "read_bytes": read_bytes}
+    result: dict[str, Any] = {
+        "case": case.name, "layers": rows.num_layers, "read_bytes": read_bytes,
+        "our_backend": ours.name, "chosen_backend": chosen.name,
+    }  # fmt: skip
     for name, time in times.items():
         result[name] = time.as_json() | {
             "rate_over_copy": round(read_bytes / time.median_s / copy_bytes_per_s, 4),
@@ -112,11 +116,19 @@ def against_flashmla(case: Case, device: torch.device, *, copy_bytes_per_s: floa
     return result
 
 
+def in_words(result: dict[str, Any]) -> str:
+    """Return what `against_flashmla` found as one line."""
+    line = f"{result['case']}: {result['our_backend']} at {result['ours']['rate_over_copy']:.3f} of the copy rate"
+    if "flashmla" in result:
+        line += f", {result['time_over_flashmla']:.3f} of FlashMLA's time"
+    return f"{line}; {result['chosen_backend']} is chosen"
+
+
 def packed_against_whole(case: Case, device: torch.device, *, repetitions: int) -> dict[str, Any]:
     """Return the speed of 8-bit rows over bf16 rows, and the error that `quant` states, as measured here."""
     sets = {name: Rows(case, device, packed=packed) for name, packed in (("bf16", False), ("fp8", True))}
     works = {
-        name: rows.step(chosen_decode(case, rows.layers[0]), mla_decode.DecodePlan.of(rows.plan))
+        name: rows.step(chosen_backend(case, rows.layers[0]).load(), mla_decode.DecodePlan.of(rows.plan))
         for name, rows in sets.items()
     }
     times = side_by_side(works, repetitions=repetitions, calls_per_work=sets["bf16"].num_layers)

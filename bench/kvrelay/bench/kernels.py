@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from kvrelay.bench import device_rates, report
-from kvrelay.bench.kernel_decode import Case, against_flashmla, packed_against_whole
+from kvrelay.bench.kernel_decode import Case, against_flashmla, in_words, packed_against_whole
 from kvrelay.bench.kernel_moves import moves
 from kvrelay.bench.kernel_prefill import block
 from kvrelay.core.errors import SettingsError
 
 BANDWIDTH = [Case(batch=64, tokens=tokens, heads=16) for tokens in (4096, 16_384, 32_768, 131_072)]
 AGAINST = [Case(batch=32, tokens=8192, heads=heads) for heads in (16, 64, 128)]
+AGAINST += [Case(batch=32, tokens=32_768, heads=16)]
 LONG = [Case(batch=1, tokens=tokens, heads=16) for tokens in (131_072, 1 << 20)]
 PACKED = Case(batch=16, tokens=131_072, heads=16)
 PREFILL = [(8192, True), (8192, False), (32_768, True), (32_768, False)]
@@ -42,8 +43,9 @@ def run(options: argparse.Namespace) -> int:
     if "decode" in options.only:
         result["decode"] = []
         for case in (*BANDWIDTH, *AGAINST, *LONG):
-            _note(case.name)
-            result["decode"].append(against_flashmla(case, device, copy_bytes_per_s=copy, repetitions=repetitions))
+            found = against_flashmla(case, device, copy_bytes_per_s=copy, repetitions=repetitions)
+            _note(in_words(found))
+            result["decode"].append(found)
             _let_go()
         _note("8-bit rows")
         result["decode_fp8"] = packed_against_whole(PACKED, device, repetitions=repetitions)

@@ -84,7 +84,7 @@ def decode(q_BNW: Tensor, pool_PSY: Tensor, plan: PagedPlan, *, scale: float, la
         Arguments.of(q_BNW, pool_PSY, plan, into, scale=scale, early=early),
         starts_early=early,
     )
-    triton_join.join(into.out_BNC, into.pieces_JNC, into.lse_JN, plan, parts=parts)
+    triton_join.join(into.out_BNC, into.pieces_JNC, into.lse_JN, plan, parts=parts, early=early)
     return into.out_BNC.to(dtype)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels import quant
-from kvrelay.kernels.cuda_choice import cuda_decode_refuses, heads_decode_refuses
+from kvrelay.kernels.cuda_choice import cuda_decode_refuses, heads_decode_refuses, narrow_decode_refuses
 from kvrelay.kernels.dispatch import Backend, choose
 from kvrelay.kernels.flashmla import Attend, flashmla_refuses, load_flashmla
 from kvrelay.kernels.merge import merge_partials
@@ -256,6 +256,18 @@ def _load_cuda() -> MlaDecode:
     return _of_paged(cuda_decode.decode)
 
 
+def _narrow_refuses(problem: Problem) -> str | None:
+    return narrow_decode_refuses(
+        problem.device, problem.dtype, problem.num_heads, problem.latent_width, problem.row_width, problem.page_tokens
+    )
+
+
+def _load_narrow() -> MlaDecode:
+    from kvrelay.kernels import pages_decode  # noqa: PLC0415 - optional
+
+    return _of_paged(pages_decode.NARROW.decode)
+
+
 def _heads_refuses(problem: Problem) -> str | None:
     return heads_decode_refuses(
         problem.device, problem.dtype, problem.num_heads, problem.latent_width, problem.row_width, problem.page_tokens
@@ -263,9 +275,9 @@ def _heads_refuses(problem: Problem) -> str | None:
 
 
 def _load_heads() -> MlaDecode:
-    from kvrelay.kernels import heads_decode  # noqa: PLC0415 - optional
+    from kvrelay.kernels import pages_decode  # noqa: PLC0415 - optional
 
-    return _of_paged(heads_decode.decode)
+    return _of_paged(pages_decode.HEADS.decode)
 
 
 def _flashmla_refuses(problem: Problem) -> str | None:
@@ -291,6 +303,7 @@ def _of_paged(attend: Attend) -> MlaDecode:
 BACKENDS: tuple[Backend[Problem, MlaDecode], ...] = (  # best first; the last never refuses
     Backend("flashmla", _flashmla_refuses, _load_flashmla),
     Backend("cuda", _cuda_refuses, _load_cuda),
+    Backend("narrow", _narrow_refuses, _load_narrow),
     Backend("heads", _heads_refuses, _load_heads),
     Backend("triton", _triton_refuses, _load_triton),
     Backend("torch", lambda _: None, lambda: _gathered),

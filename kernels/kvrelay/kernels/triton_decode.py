@@ -108,7 +108,7 @@ def decode(q_BNW: Tensor, pool_PSW: Tensor, plan: PagedPlan, *, scale: float, la
         num_stages=tuning.num_stages,
         launch_pdl=early,
     )
-    triton_join.join(out_BNC, pieces_JNC, lse_JN, plan, parts=parts, tiles=tuning.tiles)
+    triton_join.join(out_BNC, pieces_JNC, lse_JN, plan, parts=parts, early=early, tiles=tuning.tiles)
     return out_BNC
 
 

@@ -16,7 +16,7 @@ from kvrelay.kernels.triton_wait import let_next_begin, wait_for_previous
 
 # Few pieces a sequence in a large batch, hundreds of them in a batch of one: then narrow columns make enough programs.
 JOIN_MANY = (128, 1, 32, 1)  # pieces read at once; heads, columns and warps of a program
-JOIN_FEW = (16, 1, 128, 1)
+JOIN_FEW = (4, 1, 512, 4)
 JOIN_FEW_OF_MANY_HEADS = (4, 4, 512, 4)  # most programs of a large batch find nothing to join: fewer, then
 # Of a part: less work than this is not worth another piece to join.
 MIN_PART_TILES = 2
@@ -30,17 +30,26 @@ def joins_early(out_BNC: Tensor) -> bool:
     return starts_early(out_BNC.device) and few_tokens_refuse(out_BNC.device.type, len(out_BNC)) is None
 
 
-def join(out_BNC: Tensor, pieces_JNC: Tensor, lse_JN: Tensor, plan: PagedPlan, *, parts: int, tiles: int = 1) -> None:
+def join(
+    out_BNC: Tensor,
+    pieces_JNC: Tensor,
+    lse_JN: Tensor,
+    plan: PagedPlan,
+    *,
+    parts: int,
+    early: bool,
+    tiles: int = 1,
+) -> None:
     """Write the sequences that were cut, from their pieces, and zeros for those of length 0.
 
     Args:
+        early: whether this and the decode kernel begin while the one in front still runs.
         tiles: what the length of a part is a multiple of.
     """
     num_sequences, num_heads, latent_width = out_BNC.shape
     # Above `ratio` parts a sequence there are many pieces.
     few, ratio = (JOIN_FEW, 8) if num_heads < 64 else (JOIN_FEW_OF_MANY_HEADS, 16)
     pieces, heads, width, warps = JOIN_MANY if parts > ratio * num_sequences else few
-    early = joins_early(out_BNC)
     width = min(width, triton.next_power_of_2(latent_width))
     _join[(num_sequences, triton.cdiv(num_heads, heads), triton.cdiv(latent_width, width))](
         out_BNC,

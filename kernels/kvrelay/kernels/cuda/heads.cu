@@ -1,4 +1,4 @@
-// Split decode attention over bf16 latent rows, 64 heads a block; see heads_decode.py.
+// Split decode attention over bf16 latent rows, 64 heads a block; see pages_decode.py.
 //
 // Two warpgroups have half of the 512 columns of the result each, and take pages in turns: one scores a page and makes
 // its weights, both multiply them with their half of the page's values. So one's exponentials are made while the matrix
@@ -14,17 +14,8 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) decode(const __grid_c
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, part = blockIdx.y;
   if (args.starts_early) let_next_begin();
   wait_for_previous();
-  const int total = args.starts[args.num_sequences];
-  const int per_part =
-      ((total + (int)gridDim.y - 1) / (int)gridDim.y + PART_TILES - 1) / PART_TILES * PART_TILES;
   Walk walk;
-  walk.tile = part * per_part;
-  walk.end = min(walk.tile + per_part, total);
-  if (walk.tile >= walk.end) return;
-  // As many sequences as end at or before a part's first tile come before it.
-  int before = 0;
-  for (int i = lane; i < args.num_sequences; i += 32) before += args.starts[i + 1] <= walk.tile;
-  walk.seq = __reduce_add_sync(~0u, before);
+  if (!walk.begin(args, part, gridDim.y, lane)) return;
   if (threadIdx.x == 0) {
     for (int i = 0; i < 4; i++) {
       init(&shared.full[i / 2][i % 2], 1);

@@ -8,12 +8,6 @@
 #include "heads_parts.cuh"
 #include "wgmma.cuh"
 
-// Scores are weighed under a power that is raised only when one exceeds it by this much (of log2): weights stay below
-// 2 ** 8, and sums are seldom scaled down.
-constexpr float SLACK = 8;
-
-__device__ __forceinline__ float infinite() { return __int_as_float(0x7f800000); }
-
 template <int group>
 struct Attend {
   const Args& args;

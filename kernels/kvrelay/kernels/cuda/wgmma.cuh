@@ -76,6 +76,26 @@ __device__ __forceinline__ void multiply_values(float (&d)[128], const u32* a, u
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
 
+// The narrow ones, whose 64 rows are tokens or latent numbers and whose 16 columns are heads.
+
+// d = a b^T (+ d): 64 x 16, both along their rows.
+__device__ __forceinline__ void multiply_rows(float (&d)[8], u64 a, u64 b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\nwgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, p, 1, 1, 0, 0;\n}"
+      : F4(d, 0), F4(d, 4)
+      : "l"(a), "l"(b), "r"((int)add));
+}
+
+// d = a^T b^T (+ d): 64 x 16, a across its rows.
+__device__ __forceinline__ void multiply_turned(float (&d)[8], u64 a, u64 b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\nwgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, p, 1, 1, 1, 0;\n}"
+      : F4(d, 0), F4(d, 4)
+      : "l"(a), "l"(b), "r"((int)add));
+}
+
 #undef F4
 #undef F16
 #undef F64
