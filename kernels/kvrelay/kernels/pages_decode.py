@@ -41,9 +41,6 @@ class PagesKernel:
     heads: int  # of one block
     threads: int
     shared_bytes: int  # of a block
-    always_early: (
-        bool  # begins while the kernel in front still runs in large batches too; see `triton_join.joins_early`
-    )
 
     @property
     def source(self) -> Path:
@@ -60,7 +57,7 @@ class PagesKernel:
         dtype, q_BNW = q_BNW.dtype, q_BNW.to(torch.bfloat16).contiguous()
         assert (q_BNW.data_ptr() | pool_PSW.data_ptr()) % 16 == 0, "both are read 16 bytes at a time"
         into = Results(q_BNW, latent_width=latent_width, parts=parts, out_dtype=torch.bfloat16)
-        early = starts_early(q_BNW.device) if self.always_early else triton_join.joins_early(into.out_BNC)
+        early = starts_early(q_BNW.device)  # in batches too: a block fills a processor, so that nothing waits beside it
         arguments = Arguments(
             rows=nvrtc.tensor_map(pool_PSW.data_ptr(), pool_PSW.shape[0] * pool_PSW.shape[1], row_width),
             others=cuda_decode.Arguments.of(q_BNW, pool_PSW, plan, into, scale=scale, early=early),
@@ -79,5 +76,5 @@ def _compiled(kernel: PagesKernel, device: torch.device) -> nvrtc.Kernel:
     return nvrtc.compile_kernel(kernel.source, "decode", {}, device=device, shared_bytes=kernel.shared_bytes)
 
 
-NARROW = PagesKernel("narrow.cu", heads=16, threads=192, shared_bytes=219_792, always_early=True)
-HEADS = PagesKernel("heads.cu", heads=64, threads=384, shared_bytes=222_288, always_early=False)
+NARROW = PagesKernel("narrow.cu", heads=16, threads=192, shared_bytes=219_792)
+HEADS = PagesKernel("heads.cu", heads=64, threads=384, shared_bytes=222_288)

@@ -15,9 +15,10 @@ from kvrelay.kernels.triton_support import starts_early
 from kvrelay.kernels.triton_wait import let_next_begin, wait_for_previous
 
 # Few pieces a sequence in a large batch, hundreds of them in a batch of one: then narrow columns make enough programs.
-JOIN_MANY = (128, 1, 32, 1)  # pieces read at once; heads, columns and warps of a program
-JOIN_FEW = (4, 1, 512, 4)
-JOIN_FEW_OF_MANY_HEADS = (4, 4, 512, 4)  # most programs of a large batch find nothing to join: fewer, then
+# H200, 16 heads, attention and joining: 18 us as few with 16 pieces a sequence and 19 as many, 21 and 17 with 33.
+JOIN_FEW = (4, 1, 512, 4)  # pieces read at once; heads, columns and warps of a program
+JOIN_MANY = (128, 1, 32, 1)
+MANY_PIECES = 24  # of a sequence, on average
 # Of a part: less work than this is not worth another piece to join.
 MIN_PART_TILES = 2
 
@@ -47,9 +48,7 @@ def join(
         tiles: what the length of a part is a multiple of.
     """
     num_sequences, num_heads, latent_width = out_BNC.shape
-    # Above `ratio` parts a sequence there are many pieces.
-    few, ratio = (JOIN_FEW, 8) if num_heads < 64 else (JOIN_FEW_OF_MANY_HEADS, 16)
-    pieces, heads, width, warps = JOIN_MANY if parts > ratio * num_sequences else few
+    pieces, heads, width, warps = JOIN_MANY if parts > MANY_PIECES * num_sequences else JOIN_FEW
     width = min(width, triton.next_power_of_2(latent_width))
     _join[(num_sequences, triton.cdiv(num_heads, heads), triton.cdiv(latent_width, width))](
         out_BNC,
