@@ -53,14 +53,15 @@ def as_it_is(transport: Transport) -> Transport:
 class Memory:
     """A pool of `num_pages` pages as bytes."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, *, device: bytes = b"") -> None:
         self.num_pages = num_pages
+        self.device = device  # as if it were that one's
         self.mapping = mmap.mmap(-1, num_pages * LAYOUT.page_bytes_all_layers)
         self.view = memoryview(self.mapping)
         self.delays_s: list[float] = []  # of the next checksums
 
     def pool(self) -> LocalPool:
-        return LocalPool(LAYOUT, self.num_pages, self._checksum)
+        return LocalPool(LAYOUT, self.num_pages, self._checksum, device=self.device)
 
     def _checksum(self, ranges: Sequence[tuple[int, int]]) -> int:
         if self.delays_s:
@@ -116,6 +117,7 @@ class Reader:
     admitted: list[AdmittedHandoff] = field(default_factory=list)
     failed: list[tuple[Epoch, Request, str]] = field(default_factory=list)
     freed: list[tuple[Epoch, tuple[int, ...]]] = field(default_factory=list)
+    num_landed: int = 0  # calls that said that an idle device is to be ready
     loses_answers: bool = False  # what an Attach stream should hear never arrives
     on_free: Callable[[Epoch], None] = lambda epoch: None
 
@@ -130,9 +132,13 @@ class Reader:
                 self.admitted.append,
                 lambda *failure: self.failed.append(failure),
                 self._free,
+                on_landed=self._landed,
             ),
             limits=LIMITS,
         )
+
+    def _landed(self) -> None:
+        self.num_landed += 1
 
     def _free(self, epoch: Epoch, pages: tuple[int, ...]) -> None:
         self.freed.append((epoch, pages))
@@ -171,8 +177,10 @@ async def ticking(hub: ReaderHub) -> None:
 
 
 @asynccontextmanager
-async def reader(kind: str, *, num_pages: int = 64, wrap: Wrap = as_it_is) -> AsyncIterator[Reader]:
-    memory, fences = Memory(num_pages), FenceMemory.on_host(16 * MAX_RING_SIZE)
+async def reader(
+    kind: str, *, num_pages: int = 64, wrap: Wrap = as_it_is, device: bytes = b""
+) -> AsyncIterator[Reader]:
+    memory, fences = Memory(num_pages, device=device), FenceMemory.on_host(16 * MAX_RING_SIZE)
     name = agent_name(Incarnation.new("decode"), 0)
     with transfer_thread(kind, name, memory, fences, wrap) as thread:
         side = Reader(memory, thread, fences)

@@ -16,6 +16,7 @@ from handoff_lab import (
     begin,
     hand_over,
     outcomes,
+    reader,
     relayed_bytes,
     ring,
     same_rows,
@@ -67,6 +68,28 @@ async def test_pages_come_back_once_the_scheduler_lets_go_and_every_rank_is_fenc
     assert decode.freed == [(admitted.epoch, tuple(range(3, 11)))]
     assert decode.hub.stats().sessions == {}
     assert decode.hub.counters.values["fences_handles_done_total"] == 2
+
+
+@pytest.mark.parametrize(
+    ("decodes", "prefills", "is_woken"),
+    [(b"", b"", True), (b"gpu a", b"gpu b", True), (b"gpu a", b"", True), (b"gpu a", b"gpu a", False)],
+)
+async def test_a_device_is_kept_awake_while_latents_come_unless_prefill_computes_on_it(
+    kind: str, decodes: bytes, prefills: bytes, is_woken: bool
+) -> None:
+    async with reader(kind, device=decodes) as decode:
+        with ring(kind) as [rank]:
+            rank.memory.device = prefills
+            endpoint, running = begin(decode, rank)
+            endpoint.add_part(0, Span(0, 60), range(LAYOUT.pages_for(60)))
+            await until(lambda: decode.thread.counters.values.get("parts_verified_total"))
+            await asyncio.sleep(0.05)  # until the event loop has been told
+            assert (decode.num_landed > 0) == is_woken
+            for layer in range(1, LAYOUT.num_layers):
+                endpoint.add_part(layer, Span(0, 60), range(LAYOUT.pages_for(60)))
+            seal(endpoint, rank=0)
+            await outcomes(running)
+            assert decode.num_landed == 0 or is_woken
 
 
 async def test_only_tokens_that_are_not_resident_travel(kind: str, decode: Reader) -> None:

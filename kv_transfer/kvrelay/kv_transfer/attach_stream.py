@@ -110,6 +110,7 @@ def _attach(sessions: HubSessions, hello: handoff_pb2.AttachHello) -> tuple[Entr
         else:
             entry.outboxes[rank] = known
         raise
+    entry.shares_device |= bool(hello.device) and hello.device == sessions.device
     return entry, rank
 
 

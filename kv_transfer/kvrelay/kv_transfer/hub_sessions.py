@@ -47,6 +47,7 @@ class Entry:
     lease_s: float
     outboxes: dict[int, Outbox] = field(default_factory=dict)
     listens: bool = True  # the transfer thread expects its parts
+    shares_device: bool = False  # a rank that writes computes on our GPU
 
     @property
     def epoch(self) -> Epoch:
@@ -75,6 +76,7 @@ class HubSessions:
         # How ended epochs ended, and the last attempt of ended requests: late messages are refused with a reason.
         self.tombstones: OrderedDict[Epoch, str] = OrderedDict()
         self.last_attempts: OrderedDict[str, int] = OrderedDict()
+        self.device = pool.device
         self._pool, self._thread, self._callbacks = pool, thread, callbacks
         self._limits, self._clock = limits, clock
         self._loop = asyncio.get_running_loop()
@@ -131,7 +133,8 @@ class HubSessions:
     def _landed(self, entry: Entry, parts: Sequence[ev.PartLanded]) -> None:
         for part in parts:
             self.feed_from_peer(entry, part)
-        if entry.session.state in _MAY_LAND:  # else the request has work for the device already
+        # A device whose time a rank needs is awake; in any other state the request has work for it already.
+        if entry.session.state in _MAY_LAND and not entry.shares_device:
             self._callbacks.on_landed()
 
     def feed_from_peer(self, entry: Entry, event: ev.Event) -> None:

@@ -35,6 +35,7 @@ class LocalPool:
     device_sums: DeviceSums | None = None  # None where rows are final as soon as they are there
     kind: ChecksumKind = ChecksumKind.XXH3  # of both; asked of those who write here
     others: tuple[LocalPool, ...] = ()  # the same pool with checksums of other kinds
+    device: bytes = b""  # UUID of its GPU; empty: none
 
     def summing(self, kind: ChecksumKind) -> LocalPool:
         """Return this pool with checksums of a kind.

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from kvrelay.core.errors import TransferError
 from kvrelay.core.settings import NodeSettings
 from kvrelay.core.types import Counters, Incarnation
 from kvrelay.kernels.checksum import checksum_ranges
@@ -17,6 +18,7 @@ from kvrelay.kernels.pieces import WORD_BYTES
 from kvrelay.kernels.triton_support import triton_refuses
 from kvrelay.kv_transfer import device_pool
 from kvrelay.kv_transfer.agent_thread import TransferThread
+from kvrelay.kv_transfer.cuda_ipc import device_uuid
 from kvrelay.kv_transfer.direct import DirectTransport
 from kvrelay.kv_transfer.direct_pool import DirectPool, direct_refuses
 from kvrelay.kv_transfer.fence_cells import FenceCells, FenceMemory
@@ -57,15 +59,31 @@ def local_pool(pool: LatentPool) -> LocalPool:
         by_words = LocalPool(layout, num_pages, partial(checksum_ranges, pool.memory()), kind=ChecksumKind.WORDS)
         return LocalPool(layout, num_pages, pool_checksum(pool), others=(by_words,) if has_words else ())
     waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums", initializer=pool.bind_thread)
-    on_host = LocalPool(layout, num_pages, pool_checksum(pool), DeviceSums(start_pool_checksum(pool), waiter))
+    device = _name_of(pool.device)
+    sums_on_host = DeviceSums(start_pool_checksum(pool), waiter)
+    on_host = LocalPool(layout, num_pages, pool_checksum(pool), sums_on_host, device=device)
     if not has_words or triton_refuses(pool.device.type) is not None:
         return on_host
     on_device = DeviceSums(device_pool.start_word_sum(pool), waiter)
     summed = LocalPool(
-        layout, num_pages, device_pool.word_sum(pool), on_device, kind=ChecksumKind.WORDS, others=(on_host,)
+        layout,
+        num_pages,
+        device_pool.word_sum(pool),
+        on_device,
+        kind=ChecksumKind.WORDS,
+        others=(on_host,),
+        device=device,
     )
     summed.checksum([(0, layout.page_bytes)])  # builds the kernel, before anybody waits for it
     return summed
+
+
+def _name_of(device: torch.device) -> bytes:
+    try:
+        return device_uuid(device.index)
+    except TransferError as err:
+        log.info("nobody learns which device this pool is on: %s", err)
+        return b""
 
 
 def reader_hub(

@@ -189,6 +189,7 @@ class WriterEndpoint:
             address=address_to_pb(self._thread.address),
             destination_digest=destination_digest,
             stream_id=secrets.token_bytes(8),
+            device=self._pool.device,
         )
 
     def _add(self, part: Part, posting: Posting) -> None:

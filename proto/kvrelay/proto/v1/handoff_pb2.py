@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from kvrelay.proto.v1 import common_pb2 as kvrelay_dot_proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvrelay/proto/v1/handoff.proto\x12\nkvrelay.v1\x1a\x1dkvrelay/proto/v1/common.proto\"0\n\x07PageRun\x12\x12\n\nfirst_page\x18\x01 \x01(\r\x12\x11\n\tnum_pages\x18\x02 \x01(\r\"(\n\nTokenRange\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"\x8a\x02\n\x10TransportAddress\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x12\n\nagent_name\x18\x02 \x01(\t\x12\x10\n\x08metadata\x18\x03 \x01(\x0c\x12\x17\n\x0fmetadata_digest\x18\x04 \x01(\x06\x12\x14\n\x0cpool_address\x18\x05 \x01(\x04\x12\x12\n\npool_bytes\x18\x06 \x01(\x04\x12\x12\n\npool_pages\x18\x07 \x01(\r\x12\x15\n\rfence_address\x18\x08 \x01(\x04\x12\x13\n\x0b\x66\x65nce_bytes\x18\t \x01(\x04\x12\x11\n\tdevice_id\x18\n \x01(\x05\x12\x0f\n\x07mapping\x18\x0b \x01(\x0c\x12\x16\n\x0emapping_digest\x18\x0c \x01(\x06\"\xb8\x03\n\x06Ticket\x12 \n\x05\x65poch\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.Epoch\x12\'\n\x07request\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.RequestRef\x12\'\n\x06writer\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x11\n\tring_size\x18\x04 \x01(\r\x12\"\n\x05pages\x18\x05 \x03(\x0b\x32\x13.kvrelay.v1.PageRun\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x17\n\x0fresident_tokens\x18\x07 \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\x0c\x12\x17\n\x0f\x64\x65\x63ode_endpoint\x18\t \x01(\t\x12-\n\x07\x61\x64\x64ress\x18\n \x01(\x0b\x32\x1c.kvrelay.v1.TransportAddress\x12\x16\n\x0eone_time_token\x18\x0b \x01(\x0c\x12\x12\n\ntimeout_ms\x18\x0c \x01(\r\x12\x12\n\nfence_slot\x18\r \x01(\r\x12/\n\rchecksum_kind\x18\x0e \x01(\x0e\x32\x18.kvrelay.v1.ChecksumKind\"`\n\x04Part\x12\x0f\n\x07part_id\x18\x01 \x01(\r\x12\r\n\x05layer\x18\x02 \x01(\r\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.TokenRange\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"\x96\x01\n\x0cRankManifest\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x1f\n\x05parts\x18\x02 \x03(\x0b\x32\x10.kvrelay.v1.Part\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12-\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x18.kvrelay.v1.SampledToken\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\"\xc4\x01\n\x0bWriterEvent\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.AttachHelloH\x00\x12,\n\x08manifest\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.RankManifestH\x00\x12(\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.WriterAbortH\x00\x12*\n\x06\x66\x65nced\x18\x04 \x01(\x0b\x32\x18.kvrelay.v1.WriterFencedH\x00\x42\x07\n\x05\x65vent\"\xa1\x02\n\x0b\x41ttachHello\x12 \n\x05\x65poch\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.Epoch\x12\'\n\x07request\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.RequestRef\x12\'\n\x06writer\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x16\n\x0eone_time_token\x18\x05 \x01(\x0c\x12\x1a\n\x12layout_fingerprint\x18\x06 \x01(\x0c\x12-\n\x07\x61\x64\x64ress\x18\x07 \x01(\x0b\x32\x1c.kvrelay.v1.TransportAddress\x12\x1a\n\x12\x64\x65stination_digest\x18\x08 \x01(\x0c\x12\x11\n\tstream_id\x18\t \x01(\x0c\"\x1d\n\x0bWriterAbort\x12\x0e\n\x06reason\x18\x01 \x01(\t\"5\n\x0cWriterFenced\x12%\n\x05proof\x18\x01 \x01(\x0e\x32\x16.kvrelay.v1.FenceProof\"\xba\x01\n\x0bReaderEvent\x12(\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x14.kvrelay.v1.AttachedH\x00\x12(\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.AdmittedH\x00\x12(\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.ReaderAbortH\x00\x12$\n\x06\x63losed\x18\x04 \x01(\x0b\x32\x12.kvrelay.v1.ClosedH\x00\x42\x07\n\x05\x65vent\"\n\n\x08\x41ttached\"\n\n\x08\x41\x64mitted\"\x1d\n\x0bReaderAbort\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x08\n\x06\x43losed*?\n\x0c\x43hecksumKind\x12\x16\n\x12\x43HECKSUM_KIND_XXH3\x10\x00\x12\x17\n\x13\x43HECKSUM_KIND_WORDS\x10\x01*\xa2\x01\n\nFenceProof\x12\x1b\n\x17\x46\x45NCE_PROOF_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46\x45NCE_PROOF_HANDLES_DONE\x10\x01\x12\x1c\n\x18\x46\x45NCE_PROOF_CELL_WRITTEN\x10\x02\x12\x1e\n\x1a\x46\x45NCE_PROOF_NOTHING_POSTED\x10\x03\x12\x1b\n\x17\x46\x45NCE_PROOF_LINK_CLOSED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvrelay/proto/v1/handoff.proto\x12\nkvrelay.v1\x1a\x1dkvrelay/proto/v1/common.proto\"0\n\x07PageRun\x12\x12\n\nfirst_page\x18\x01 \x01(\r\x12\x11\n\tnum_pages\x18\x02 \x01(\r\"(\n\nTokenRange\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"\x8a\x02\n\x10TransportAddress\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x12\n\nagent_name\x18\x02 \x01(\t\x12\x10\n\x08metadata\x18\x03 \x01(\x0c\x12\x17\n\x0fmetadata_digest\x18\x04 \x01(\x06\x12\x14\n\x0cpool_address\x18\x05 \x01(\x04\x12\x12\n\npool_bytes\x18\x06 \x01(\x04\x12\x12\n\npool_pages\x18\x07 \x01(\r\x12\x15\n\rfence_address\x18\x08 \x01(\x04\x12\x13\n\x0b\x66\x65nce_bytes\x18\t \x01(\x04\x12\x11\n\tdevice_id\x18\n \x01(\x05\x12\x0f\n\x07mapping\x18\x0b \x01(\x0c\x12\x16\n\x0emapping_digest\x18\x0c \x01(\x06\"\xb8\x03\n\x06Ticket\x12 \n\x05\x65poch\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.Epoch\x12\'\n\x07request\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.RequestRef\x12\'\n\x06writer\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x11\n\tring_size\x18\x04 \x01(\r\x12\"\n\x05pages\x18\x05 \x03(\x0b\x32\x13.kvrelay.v1.PageRun\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x17\n\x0fresident_tokens\x18\x07 \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\x0c\x12\x17\n\x0f\x64\x65\x63ode_endpoint\x18\t \x01(\t\x12-\n\x07\x61\x64\x64ress\x18\n \x01(\x0b\x32\x1c.kvrelay.v1.TransportAddress\x12\x16\n\x0eone_time_token\x18\x0b \x01(\x0c\x12\x12\n\ntimeout_ms\x18\x0c \x01(\r\x12\x12\n\nfence_slot\x18\r \x01(\r\x12/\n\rchecksum_kind\x18\x0e \x01(\x0e\x32\x18.kvrelay.v1.ChecksumKind\"`\n\x04Part\x12\x0f\n\x07part_id\x18\x01 \x01(\r\x12\r\n\x05layer\x18\x02 \x01(\r\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.TokenRange\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"\x96\x01\n\x0cRankManifest\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x1f\n\x05parts\x18\x02 \x03(\x0b\x32\x10.kvrelay.v1.Part\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12-\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x18.kvrelay.v1.SampledToken\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\"\xc4\x01\n\x0bWriterEvent\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.AttachHelloH\x00\x12,\n\x08manifest\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.RankManifestH\x00\x12(\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.WriterAbortH\x00\x12*\n\x06\x66\x65nced\x18\x04 \x01(\x0b\x32\x18.kvrelay.v1.WriterFencedH\x00\x42\x07\n\x05\x65vent\"\xb1\x02\n\x0b\x41ttachHello\x12 \n\x05\x65poch\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.Epoch\x12\'\n\x07request\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.RequestRef\x12\'\n\x06writer\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x16\n\x0eone_time_token\x18\x05 \x01(\x0c\x12\x1a\n\x12layout_fingerprint\x18\x06 \x01(\x0c\x12-\n\x07\x61\x64\x64ress\x18\x07 \x01(\x0b\x32\x1c.kvrelay.v1.TransportAddress\x12\x1a\n\x12\x64\x65stination_digest\x18\x08 \x01(\x0c\x12\x11\n\tstream_id\x18\t \x01(\x0c\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\x0c\"\x1d\n\x0bWriterAbort\x12\x0e\n\x06reason\x18\x01 \x01(\t\"5\n\x0cWriterFenced\x12%\n\x05proof\x18\x01 \x01(\x0e\x32\x16.kvrelay.v1.FenceProof\"\xba\x01\n\x0bReaderEvent\x12(\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x14.kvrelay.v1.AttachedH\x00\x12(\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.AdmittedH\x00\x12(\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.ReaderAbortH\x00\x12$\n\x06\x63losed\x18\x04 \x01(\x0b\x32\x12.kvrelay.v1.ClosedH\x00\x42\x07\n\x05\x65vent\"\n\n\x08\x41ttached\"\n\n\x08\x41\x64mitted\"\x1d\n\x0bReaderAbort\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x08\n\x06\x43losed*?\n\x0c\x43hecksumKind\x12\x16\n\x12\x43HECKSUM_KIND_XXH3\x10\x00\x12\x17\n\x13\x43HECKSUM_KIND_WORDS\x10\x01*\xa2\x01\n\nFenceProof\x12\x1b\n\x17\x46\x45NCE_PROOF_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46\x45NCE_PROOF_HANDLES_DONE\x10\x01\x12\x1c\n\x18\x46\x45NCE_PROOF_CELL_WRITTEN\x10\x02\x12\x1e\n\x1a\x46\x45NCE_PROOF_NOTHING_POSTED\x10\x03\x12\x1b\n\x17\x46\x45NCE_PROOF_LINK_CLOSED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.proto.v1.handoff_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CHECKSUMKIND']._serialized_start=1963
-  _globals['_CHECKSUMKIND']._serialized_end=2026
-  _globals['_FENCEPROOF']._serialized_start=2029
-  _globals['_FENCEPROOF']._serialized_end=2191
+  _globals['_CHECKSUMKIND']._serialized_start=1979
+  _globals['_CHECKSUMKIND']._serialized_end=2042
+  _globals['_FENCEPROOF']._serialized_start=2045
+  _globals['_FENCEPROOF']._serialized_end=2207
   _globals['_PAGERUN']._serialized_start=77
   _globals['_PAGERUN']._serialized_end=125
   _globals['_TOKENRANGE']._serialized_start=127
@@ -51,19 +51,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WRITEREVENT']._serialized_start=1133
   _globals['_WRITEREVENT']._serialized_end=1329
   _globals['_ATTACHHELLO']._serialized_start=1332
-  _globals['_ATTACHHELLO']._serialized_end=1621
-  _globals['_WRITERABORT']._serialized_start=1623
-  _globals['_WRITERABORT']._serialized_end=1652
-  _globals['_WRITERFENCED']._serialized_start=1654
-  _globals['_WRITERFENCED']._serialized_end=1707
-  _globals['_READEREVENT']._serialized_start=1710
-  _globals['_READEREVENT']._serialized_end=1896
-  _globals['_ATTACHED']._serialized_start=1898
-  _globals['_ATTACHED']._serialized_end=1908
-  _globals['_ADMITTED']._serialized_start=1910
-  _globals['_ADMITTED']._serialized_end=1920
-  _globals['_READERABORT']._serialized_start=1922
-  _globals['_READERABORT']._serialized_end=1951
-  _globals['_CLOSED']._serialized_start=1953
-  _globals['_CLOSED']._serialized_end=1961
+  _globals['_ATTACHHELLO']._serialized_end=1637
+  _globals['_WRITERABORT']._serialized_start=1639
+  _globals['_WRITERABORT']._serialized_end=1668
+  _globals['_WRITERFENCED']._serialized_start=1670
+  _globals['_WRITERFENCED']._serialized_end=1723
+  _globals['_READEREVENT']._serialized_start=1726
+  _globals['_READEREVENT']._serialized_end=1912
+  _globals['_ATTACHED']._serialized_start=1914
+  _globals['_ATTACHED']._serialized_end=1924
+  _globals['_ADMITTED']._serialized_start=1926
+  _globals['_ADMITTED']._serialized_end=1936
+  _globals['_READERABORT']._serialized_start=1938
+  _globals['_READERABORT']._serialized_end=1967
+  _globals['_CLOSED']._serialized_start=1969
+  _globals['_CLOSED']._serialized_end=1977
 # @@protoc_insertion_point(module_scope)

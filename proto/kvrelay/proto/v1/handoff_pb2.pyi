@@ -391,6 +391,7 @@ class AttachHello(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     DESTINATION_DIGEST_FIELD_NUMBER: _builtins.int
     STREAM_ID_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     one_time_token: _builtins.bytes
     layout_fingerprint: _builtins.bytes
@@ -400,6 +401,8 @@ class AttachHello(_message.Message):
     """
     stream_id: _builtins.bytes
     """Random, for each stream: a word outside of a stream that broke counts only when it was this one that was let in."""
+    device: _builtins.bytes
+    """UUID of the GPU that the rank computes on; empty: none. Decode keeps a device awake only when no rank computes on it."""
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
@@ -422,10 +425,11 @@ class AttachHello(_message.Message):
         address: Global___TransportAddress | None = ...,
         destination_digest: _builtins.bytes = ...,
         stream_id: _builtins.bytes = ...,
+        device: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "request", b"request", "writer", b"writer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "destination_digest", b"destination_digest", "epoch", b"epoch", "layout_fingerprint", b"layout_fingerprint", "one_time_token", b"one_time_token", "rank", b"rank", "request", b"request", "stream_id", b"stream_id", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "destination_digest", b"destination_digest", "device", b"device", "epoch", b"epoch", "layout_fingerprint", b"layout_fingerprint", "one_time_token", b"one_time_token", "rank", b"rank", "request", b"request", "stream_id", b"stream_id", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
