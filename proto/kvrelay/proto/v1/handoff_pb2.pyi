@@ -402,7 +402,7 @@ class AttachHello(_message.Message):
     stream_id: _builtins.bytes
     """Random, for each stream: a word outside of a stream that broke counts only when it was this one that was let in."""
     device: _builtins.bytes
-    """UUID of the GPU that the rank computes on; empty: none. Decode keeps a device awake only when no rank computes on it."""
+    """UUID of the GPU that the rank computes on; empty: none. Decode keeps no device awake that a rank computes on."""
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
