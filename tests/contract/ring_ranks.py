@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from contract.scripted_pauses import Beside, Played, Scene
 from kvrelay.core import prefix_hash
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Counters, SampledToken, Sampling
@@ -59,6 +60,8 @@ class Case:
     num_pages: int = NUM_PAGES  # of a rank
     host_pages: int = 0  # of a rank, for what leaves these
     latent_format: str = "model"
+    script: tuple[Scene, ...] = ()  # what happens while the last prompt is computed
+    beside: tuple[tuple[int, ...], ...] = ()  # prompts that come in its pauses, of lengths that differ
 
 
 @dataclass
@@ -106,6 +109,8 @@ class Outcome:
     cached_tokens: int = 0
     error: str | None = None
     told: list[JobEvent] = field(default_factory=list)  # rank 0 only
+    beside: list[Beside] = field(default_factory=list)
+    held: tuple[int, int] = (0, 0)  # requests that this rank still has, and pages that are not free (rank 0 only)
 
 
 def compute(
@@ -114,11 +119,11 @@ def compute(
     """Run one case on this rank; all ranks of the ring call it together. `control` is rank 0's."""
     counters = Counters()
     ring = Ring(group, pool, counters)
-    writers: list[RecordingWriter] = []
+    writers: dict[int, RecordingWriter] = {}  # by the length of the prompt: the last of its kind
 
-    def open_writer(_: handoff_pb2.Ticket) -> RecordingWriter:
-        writers.append(RecordingWriter(pool, failure=case.handoff_failure))
-        return writers[-1]
+    def open_writer(ticket: handoff_pb2.Ticket) -> RecordingWriter:
+        writers[ticket.prompt_tokens] = RecordingWriter(pool, failure=case.handoff_failure)
+        return writers[ticket.prompt_tokens]
 
     planner = ChunkPlanner(
         rank=ring.rank,
@@ -138,23 +143,28 @@ def compute(
         store = HostStore(pool, case.host_pages)
         worker.copier = HostCopier(store, counters=counters, wake=wake)
     told: list[JobEvent] = []
+    played: Played | None = None
     if control is None:
         assert group is not None
         follow(worker, group)
     else:
         leader = Leader(control, worker, group, token_bytes=1, on_cache=lambda _: None, counters=counters)
         leaders.append(leader)
-        told = _lead(case, leader)
+        if case.script:
+            played = Played(leader, case.script, case.beside, key=f"case{len(case.before) + 1}#1", writers=writers)
+        told = _lead(case, leader, played)
         for held in control.host_counters:
             counters.values.update(held.values)
     tokens = [event.token.token_id for event in told if isinstance(event, FirstToken)]
     errors = [str(event.error) for event in told if isinstance(event, Failed)]
-    writer = writers[-1]
+    writer = writers[len(case.prompt)]
     sealed = writer.sealed_with is not None
     cached = writer.sealed_with[1] if writer.sealed_with else 0
     return Outcome(
         writer.rows, writer.twice, sealed, dict(counters.values), tokens[0] if tokens else None, cached,
         errors[0] if errors else None, told,
+        [Beside(writers[len(prompt)].rows, played.token(prompt) if played else None) for prompt in case.beside],
+        (len(worker._requests), 0 if control is None else control.account().total - control.account().free),
     )  # fmt: skip
 
 
@@ -171,7 +181,7 @@ def a_control(case: Case, ring_size: int) -> RingControl:
     return RingControl(pages, block_tokens=PAGE_TOKENS, chunk_tokens=case.chunk_tokens, max_jobs=4, prefix_wait_s=1.0)
 
 
-def _lead(case: Case, leader: Leader) -> list[JobEvent]:
+def _lead(case: Case, leader: Leader, played: Played | None) -> list[JobEvent]:
     """Run the prompts of a case one after the other; return what was told of the last one."""
     thread = threading.Thread(target=leader.run)
     thread.start()
@@ -194,6 +204,13 @@ def _lead(case: Case, leader: Leader) -> list[JobEvent]:
             hashes = tuple(prefix_hash.chain(case.seed, ids, block_tokens=PAGE_TOKENS))
         leader.submit(Job(ref, ids, sampling, block_hashes=hashes, ticket=ticket), sink)
         assert over.wait(60), "the ring has no answer"
+    if played is not None:
+        played.wait()
+    gone = threading.Event()
+    for _ in range(1000):
+        leader.call(lambda control: gone.set() if not control.active_jobs + control.closing_jobs else None)
+        if gone.wait(0.01):
+            break
     leader.shut_down()
     thread.join()
     return events

@@ -29,6 +29,7 @@ from kvrelay.core.types import Counters
 from kvrelay.index.server import EmbeddedServer
 from kvrelay.model.checkpoint import load_model
 from kvrelay.prefill_node.chunk_plan import ChunkPlanner
+from kvrelay.prefill_node.group import Leave
 from kvrelay.prefill_node.rank import RankWorker
 from kvrelay.prefill_node.ring import Ring
 from kvrelay.proto.convert import pack_ids
@@ -191,7 +192,7 @@ def test_a_push_leaves_between_the_layers_of_a_chunk_in_work() -> None:
         ticket=handoff_pb2.Ticket(prompt_tokens=TOKENS, resident_tokens=64),
     )
 
-    worker.run(step, lambda: False)
+    worker.run(step, lambda *_: Leave.NO)
 
     assert writers[0].sealed_with == (None, 0)
     assert len(writers[0].rows) == len(model.layers) * (TOKENS - 64)

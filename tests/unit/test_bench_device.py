@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from kvrelay.bench import chunks, device_rates, memory, step_transformers
+from kvrelay.bench import chunks, device_rates, giving_way, memory, step_transformers
 from kvrelay.bench.random_model import TINY, V2_LITE, random_model
 from kvrelay.core.errors import TransferError
 from kvrelay.core.layout import PageLayout
@@ -98,6 +98,17 @@ def test_a_node_takes_its_chunks_apart_and_finds_the_same_tokens() -> None:
     assert figures["same_tokens"]
     assert list(figures["ways"]) == ["bare", "worker", "sums", "relay"]
     assert all(way["host_ms"] > 0 for way in figures["ways"].values())
+
+
+def test_a_short_prompt_that_chunks_give_way_to_changes_no_token() -> None:
+    options = argparse.Namespace(
+        shape="tiny", prompt=6000, short=60, at=(0.1, 0.3), chunk_tokens=[6000], give_way_ms=1, rounds=2
+    )
+
+    (figures,) = giving_way.measure(options, torch.device("cpu"))["chunks"]
+
+    assert figures["same_tokens"]
+    assert figures["ways"]["goes_on"]["pauses"] == 0 < figures["ways"]["gives_way"]["pauses"]
 
 
 def test_what_leaves_beside_the_chunks_is_every_row_of_every_layer() -> None:

@@ -41,7 +41,8 @@ class Stream:
 
     def launch(self, tokens: Span, *, stopped: bool = False) -> int:
         self.queue.begin()
-        return self.queue.end(tokens, stopped=stopped)
+        number, _ = self.queue.end(None if stopped else tokens)
+        return number
 
 
 CHUNKS = [Span(10 * number, 10 * number + 10) for number in range(4)]

@@ -180,7 +180,7 @@ def test_blocks_without_room_in_host_memory_are_lost_as_before() -> None:
 
 def test_what_is_cheaper_to_compute_is_computed() -> None:
     ring = RingWithHost()
-    ring.control.load_pays = lambda tokens: False
+    ring.control.admission.load_pays = lambda tokens: False
     ring.run(a_job("a", 120, prefix=1))
     ring.run(a_job("b", 120, prefix=2))
     ring.computed_tokens = 0

@@ -87,7 +87,7 @@ def test_a_rank_that_is_short_of_pages_costs_no_cached_block_of_another_rank() -
         name = job.key.encode()
         pages.commit([name], held, Span(0, 1))
         cached[name] = held.pages[0][0]
-        pages.release(held.pages)
+        pages.held.release(held.pages)
     assert pages.account().cached == 4
 
     taken, evicted = pages.take((), 8 * PAGE)
@@ -105,7 +105,7 @@ def test_nothing_is_evicted_for_a_request_that_does_not_fit_anyway() -> None:
     assert holds is not None
     assert other is not None
     pages.commit([b"other"], other, Span(0, 1))
-    pages.release(other.pages)
+    pages.held.release(other.pages)
     assert pages.account().cached == 1
 
     assert pages.take((), 8 * PAGE) == (None, [])

@@ -74,7 +74,7 @@ async def test_an_abort_that_comes_as_a_pull_ends_is_not_lost() -> None:
 
     assert (await puller.abort).was_active
     assert servicer.active_requests == 0
-    leader._take_commands(0)
+    leader._commands.take(busy=True)
     assert ring.control.active_jobs == 0
 
 
@@ -92,7 +92,7 @@ async def test_a_fence_does_not_wait_for_the_chunk_in_work_but_on_further_ranks(
 
     assert hub.ends == ["dead fenced"]
     assert call.done() is (ring_size == 1)
-    busy._take_commands(0)
+    busy._commands.take(busy=True)
     assert (await call).pages == (7 if ring_size == 1 else 0)
     assert [one.writer.name for one in ring.control.plan(0.0).fences] == ["dead"] * (ring_size - 1)
 

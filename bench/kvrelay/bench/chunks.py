@@ -41,6 +41,7 @@ from kvrelay.model.sampler import SamplerState, sample
 from kvrelay.model.single import SingleEngine
 from kvrelay.prefill_node.chunk_plan import ChunkPlanner
 from kvrelay.prefill_node.control import RingControl
+from kvrelay.prefill_node.group import Leave
 from kvrelay.prefill_node.jobs import Job
 from kvrelay.prefill_node.pages import RingPages
 from kvrelay.prefill_node.rank import RankWorker
@@ -182,7 +183,7 @@ class Bench:
         began, logits_V = _Began(), None
         control.submit(job, monotonic())
         while logits_V is None:
-            result = worker.run(control.plan(monotonic()), lambda: False)
+            result = worker.run(control.plan(monotonic()), lambda *_: Leave.NO)
             control.applied([result.report])
             logits_V = result.logits_V
         found = self._sampled(logits_V[None], prompt, began)
@@ -190,7 +191,7 @@ class Bench:
             one.wait()
         control.close(job.key, abort=True)
         while control.phase_of(job.key) is not None:
-            control.applied([worker.run(control.plan(monotonic()), lambda: False).report])
+            control.applied([worker.run(control.plan(monotonic()), lambda *_: Leave.NO).report])
         return found
 
     def _control(self) -> RingControl:

@@ -16,11 +16,11 @@ from kvrelay.core.types import Counters
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.transformer import Model
 from kvrelay.prefill_node import ring_plan
-from kvrelay.prefill_node.group import Header, RingGroup
+from kvrelay.prefill_node.group import Header, Leave, RingGroup
 from kvrelay.prefill_node.ring import Lap, Ring
 
 Way = Callable[[], Tensor]
-HEADER = Header(0, 0, stop=False)
+HEADER = Header(0, 0, Leave.NO)
 
 
 class RingLayer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvrelay.cli.option_types import positive, seconds
+from kvrelay.cli.option_types import positive, seconds, shares
 
 
 def add_device_benches(kinds: Any) -> None:
@@ -49,6 +49,7 @@ def add_device_benches(kinds: Any) -> None:
     chunks.add_argument("--rounds", type=positive, default=5, metavar="N", help="prompts per figure")
     chunks.add_argument("--device", default="auto", metavar="D", help="auto, cpu or cuda:N")
     _add_common(chunks, "chunks")
+    _add_giving_way(kinds.add_parser("giving-way", help="what a short prompt waits for while a long one is computed"))
     _add_split(kinds.add_parser("split", help="one prefill and one decode node against two that do both"))
     ring = kinds.add_parser("ring", help="one layer's attention over a ring of devices, over what one device takes")
     ring.add_argument("--ranks", type=positive, default=2, metavar="R", help="processes, one device each")
@@ -62,6 +63,19 @@ def add_device_benches(kinds: Any) -> None:
     ring.add_argument("--rounds", type=positive, default=5, metavar="N", help="measurements per figure")
     ring.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="kind of the devices")
     _add_common(ring, "ring")
+
+
+def _add_giving_way(kind: argparse.ArgumentParser) -> None:
+    kind.add_argument("--prompt", type=positive, default=131_072, metavar="N", help="tokens of the long prompt")
+    kind.add_argument("--short", type=positive, default=8192, metavar="N", help="tokens of the short one")
+    kind.add_argument("--at", type=shares, default=(0.2, 0.5, 0.8), metavar="X,X,...",
+                      help="parts of the long one's time after which the short one comes")  # fmt: skip
+    kind.add_argument("--chunk-tokens", type=positive, nargs="+", default=[32_768, 131_072], metavar="N",
+                      help="tokens per prefill chunk")  # fmt: skip
+    kind.add_argument("--give-way-ms", type=positive, default=20, metavar="MS", help="as the setting of a node")
+    kind.add_argument("--rounds", type=positive, default=1, metavar="N", help="measurements per figure")
+    kind.add_argument("--device", default="auto", metavar="D", help="auto, cpu or cuda:N")
+    _add_common(kind, "giving_way")
 
 
 def _add_split(split: argparse.ArgumentParser) -> None:

@@ -8,25 +8,23 @@ CLOSING; blocks that every layer of every rank has computed stay behind in the p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 from kvrelay.core.errors import CapacityError, StaleMessageError
 from kvrelay.core.shard import Span
 from kvrelay.core.types import Counters
 from kvrelay.kvcache.allocator import PageAccount
+from kvrelay.prefill_node.admission import Admission
 from kvrelay.prefill_node.closing import Closing
 from kvrelay.prefill_node.fills import FillOrder, Fills
-from kvrelay.prefill_node.host_loads import load_from_host
+from kvrelay.prefill_node.giving_way import WHOLE, Turn
 from kvrelay.prefill_node.job_record import JobRecord, chunk_message, open_message
 from kvrelay.prefill_node.jobs import CacheChanged, Computed, Event, Gone, HandoffFailed, Job, Opened, Phase
-from kvrelay.prefill_node.pages import LoadStart, RingPages
+from kvrelay.prefill_node.pages import RingPages
 from kvrelay.prefill_node.pushes import Pushes
 from kvrelay.prefill_node.scheduler import ChunkScheduler, NextChunk
 from kvrelay.proto.convert import incarnation_from_pb
 from kvrelay.proto.v1 import ring_pb2
-
-_MAX_OVERTAKEN = 16  # times a job that lacks room may be passed by smaller ones
-_MAX_SHORT = 8  # jobs that lack room before the rest of the queue waits; bounds the work of one plan
 
 
 class RingControl:
@@ -35,19 +33,22 @@ class RingControl:
     def __init__(
         self, pages: RingPages, *, block_tokens: int, chunk_tokens: int, max_jobs: int, prefix_wait_s: float
     ) -> None:
-        self.load_pays: Callable[[Span], bool] = lambda tokens: True  # load them from host memory, or compute them?
         self._pages = pages
         self._block_tokens = block_tokens
         self._max_jobs = max_jobs
-        self._prefix_wait_s = prefix_wait_s
-        self._scheduler = ChunkScheduler(chunk_tokens=chunk_tokens)
+        self.scheduler = ChunkScheduler(chunk_tokens=chunk_tokens)
         self._records: dict[str, JobRecord] = {}  # in order of arrival
         self._computing: dict[bytes, str] = {}  # block -> the job that computes it, or the fill that brings it
         self.fills = Fills(pages, block_tokens=block_tokens, computing=self._computing)
         self.pushes = Pushes(pages, most=max_jobs)
+        self.admission = Admission(
+            pages,
+            block_tokens=block_tokens,
+            prefix_wait_s=prefix_wait_s,
+            computing=self._computing,
+            on_evicted=lambda evicted: self._note_cache(removed=evicted),
+        )
         self._step_id = 0
-        self._room = 0  # grows whenever a job that found no room might find some
-        self._room_planned = 0  # its value at the last plan
         self._chunk: NextChunk | None = None  # of the step in work
         self._events: list[Event] = []
         self._fences: list[ring_pb2.RingFence] = []
@@ -81,7 +82,7 @@ class RingControl:
             return self.pushes.close(key, abort=abort)
         if record.phase is Phase.CLOSING:
             return False
-        self._scheduler.remove(key)
+        self.scheduler.remove(key)
         self._release_claims(key)
         if record.pages is None:
             self._forget(key)
@@ -110,7 +111,7 @@ class RingControl:
 
     def give_up_fill(self, key: str, reason: str) -> None:
         """End a fill early; legal at any time."""
-        self._room += 1
+        self.admission.more_room()
         self._events += self.fills.give_up(key, reason)
 
     def fence_writer(self, fence: ring_pb2.RingFence) -> int:
@@ -122,11 +123,12 @@ class RingControl:
     def plan(self, now_s: float) -> ring_pb2.RingStep:
         """Return the next step: opens, one chunk if there is one to run, pushes, closes. An empty step is a tick."""
         self._step_id += 1
-        self._room_planned = self._room
         step = ring_pb2.RingStep(step_id=self._step_id)
-        step.opens.extend(self._admit(now_s))
+        step.opens.extend(
+            self._open(record, now_s) for record in self.admission.admit(list(self._records.values()), now_s)
+        )
         step.copies.extend(self._pages.copies_to_tell())
-        self._chunk = self._scheduler.next_chunk()
+        self._chunk = self.scheduler.next_chunk()
         if self._chunk is not None:
             record = self._records[self._chunk.request_id]
             step.chunk.CopyFrom(chunk_message(record, self._chunk, page_tokens=self._pages.page_tokens))
@@ -139,23 +141,24 @@ class RingControl:
         self._fences.clear()
         return step
 
-    def applied(self, reports: Sequence[ring_pb2.RankReport]) -> list[Event]:
+    def applied(self, reports: Sequence[ring_pb2.RankReport], turn: Turn = WHOLE) -> list[Event]:
         """Take in what every rank says about the step that `plan` returned, and return what came of it."""
         chunk, self._chunk = self._chunk, None
-        if chunk is not None and not any(report.stopped for report in reports):
-            self._scheduler.ran(chunk)
-            self._commit(chunk)
+        if chunk is not None:
+            self._ended(chunk, reports, turn)
         for report in reports:
             self._events += [HandoffFailed(key, reason) for key, reason in report.failed.items()]
             for key in report.drained:
                 self._drained(key, report.rank)
             self._events += self.fills.reported(report)
-            self._room += len(report.fills_landed) + len(report.fills_failed) + len(report.fills_free)
+            if report.fills_landed or report.fills_failed or report.fills_free:
+                self.admission.more_room()
             for key in self.pushes.drained(report.drained, report.rank):
-                self._room += 1
+                self.admission.more_room()
                 self._events.append(Gone(key))
             any_copied, added = self._pages.copied(report.rank, report.copied)
-            self._room += any_copied
+            if any_copied:
+                self.admission.more_room()
             self._note_cache(added=added)
         return self.take_events()
 
@@ -178,16 +181,25 @@ class RingControl:
     @property
     def has_chunk(self) -> bool:
         """A chunk can run now."""
-        return self._scheduler.next_chunk() is not None
+        return self.scheduler.next_chunk() is not None
 
     @property
     def wants_step(self) -> bool:
         """The next step would do something; otherwise it may wait for a command, a report or a time limit."""
         if self._fences or self.pushes.wants_step or self.fills.wants_step or self._pages.has_copies_to_tell:
             return True
-        if self.has_chunk or (self._room != self._room_planned and self.queued_jobs):
+        if self.has_chunk or (self.admission.is_due and self.queued_jobs):
             return True
         return any(r.closing is not None and not r.closing.told for r in self._records.values())
+
+    @property
+    def awaits_step_end(self) -> bool:
+        """Somebody waits for what the ranks say, or are told, between two steps."""
+        return bool(self.is_copying or self.fills.num_under_way or self.closing_jobs or self.pushes.num_closing)
+
+    def would_compute(self, job: Job) -> Span | None:
+        """Return which tokens a job that is about to be submitted would have to compute; None: it could not begin."""
+        return None if self._is_full else self.admission.would_compute(job)
 
     @property
     def is_copying(self) -> bool:
@@ -202,11 +214,11 @@ class RingControl:
     def queued_tokens(self) -> int:
         """Return the prompt tokens that wait or are in work."""
         waiting = (r.job.prompt_tokens for r in self._records.values() if r.phase is Phase.QUEUED)
-        return sum(waiting) + self._scheduler.tokens_left()
+        return sum(waiting) + self.scheduler.tokens_left()
 
     @property
     def free_pages(self) -> int:
-        return self._pages.free_pages
+        return self._pages.held.free_pages
 
     def account(self) -> PageAccount:
         return self._pages.account()
@@ -228,73 +240,33 @@ class RingControl:
         record = self._records.get(key)
         return self.pushes.phase_of(key) if record is None else record.phase
 
-    def _admit(self, now_s: float) -> Iterable[ring_pb2.RingOpen]:
-        opens: list[ring_pb2.RingOpen] = []
-        short: list[JobRecord] = []  # lack room; may be overtaken a bounded number of times
-        for key, record in list(self._records.items()):
-            if record.phase is not Phase.QUEUED:
-                continue
-            if record.short_since != self._room:  # else nothing has changed since it found no room
-                if self._waits_for_prefix(record, now_s):
-                    continue
-                if self._load_from_host(record):
-                    continue
-                if record.short_since != self._room:
-                    self._take_pages(record)
-            if record.pages is None:
-                short.append(record)
-                if record.overtaken >= _MAX_OVERTAKEN or len(short) >= _MAX_SHORT:
-                    break
-                continue
-            for passed in short:
-                passed.overtaken += 1
-            opens.append(self._open(key, record, now_s))
-        return opens
-
-    def _take_pages(self, record: JobRecord) -> None:
-        record.pages, evicted = self._pages.take(record.job.usable_hashes, record.job.prompt_tokens)
-        record.short_since = self._room if record.pages is None else None
-        self._note_cache(removed=evicted)
-
-    def _load_from_host(self, record: JobRecord) -> bool:
-        """True when blocks are on their way from host memory, and so waited for like a prefix that is computed."""
-        start, evicted = load_from_host(self._pages, record, block_tokens=self._block_tokens, pays=self.load_pays)
-        self._note_cache(removed=evicted)
-        if start is LoadStart.LATER:
-            record.short_since = self._room
-        return start is LoadStart.BEGUN
-
     def _note_cache(self, *, added: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> None:
         host = self._pages.take_host_change()
         if added or removed or host.added or host.removed:
             self._events.append(CacheChanged(tuple(added), tuple(removed), host.added, host.removed))
 
-    def _open(self, key: str, record: JobRecord, now_s: float) -> ring_pb2.RingOpen:
+    def _open(self, record: JobRecord, now_s: float) -> ring_pb2.RingOpen:
         assert record.pages is not None, "a job opens with its pages"
-        job, cached_tokens = record.job, record.pages.cached_tokens
+        key, job, cached_tokens = record.job.key, record.job, record.pages.cached_tokens
         record.phase = Phase.RUNNING
         record.committed_blocks = cached_tokens // self._block_tokens
         for block in job.block_hashes[record.committed_blocks :]:
             self._computing.setdefault(block, key)
-        self._scheduler.add(key, Span(cached_tokens, job.prompt_tokens))
+        self.scheduler.add(key, Span(cached_tokens, job.prompt_tokens))
         self._events.append(Opened(key, cached_tokens, now_s - record.submitted_s))
         return open_message(record, page_tokens=self._pages.page_tokens)
 
-    def _waits_for_prefix(self, record: JobRecord, now_s: float) -> bool:
-        """True while the first block that this job would have to compute is coming otherwise."""
-        hashes = record.job.usable_hashes
-        if record.waits_for is None or not self._is_coming(record.waits_for):
-            cached = self._pages.cached_blocks(hashes)
-            missing = hashes[cached] if cached < len(hashes) else None
-            if missing is None or not self._is_coming(missing):
-                record.waits_for = None
-                return False
-            record.waits_for, record.waiting_since_s = missing, now_s  # the bound counts from the last progress
-        return now_s - record.waiting_since_s < self._prefix_wait_s
-
-    def _is_coming(self, block: bytes) -> bool:
-        """Another job computes it, another node fills it, or it is being copied to or from host memory."""
-        return block in self._computing or self._pages.is_moving(block)
+    def _ended(self, chunk: NextChunk, reports: Sequence[ring_pb2.RankReport], turn: Turn) -> None:
+        """Take in whether a chunk was computed, or stopped or paused, which all ranks did at one layer."""
+        left = {report.layers_left for report in reports if report.HasField("layers_left")}
+        if any(report.stopped for report in reports):
+            self.scheduler.lost(chunk)
+        elif left:
+            (layers_left,) = left
+            self.scheduler.paused(chunk, turn.took_s, left=layers_left / turn.num_layers, favoured=turn.favoured)
+        else:
+            self.scheduler.ran(chunk, turn.took_s)
+            self._commit(chunk)
 
     def _commit(self, chunk: NextChunk) -> None:
         record = self._records.get(chunk.request_id)
@@ -308,7 +280,7 @@ class RingControl:
                 del self._computing[block]
         record.committed_blocks = blocks.end
         if added:
-            self._room += 1  # a job that begins with these blocks needs fewer pages
+            self.admission.more_room()  # a job that begins with these blocks needs fewer pages
             self._note_cache(added=added)
         self._events.append(Computed(chunk.request_id, chunk.tokens.end))
         if chunk.is_last:
@@ -319,8 +291,8 @@ class RingControl:
         record = self._records.get(key)
         if record is not None and record.closing is not None and record.closing.drained(rank):
             assert record.pages is not None, "only a job with pages drains"
-            self._pages.release(record.pages.pages)
-            self._room += 1
+            self._pages.held.release(record.pages.pages)
+            self.admission.more_room()
             self._forget(key)
 
     def _forget(self, key: str) -> None:

@@ -1,13 +1,14 @@
-"""How far the step thread runs ahead of a GPU: while one chunk computes, the next one is queued behind it.
+"""How far the step thread runs ahead of a GPU: while one chunk computes, the next one is queued behind it; of a chunk
+whose layers are long, only the next layer.
 
-Nothing between two chunks then leaves the device idle. Further ahead it must not run: a request that is given up would
-go on for as many chunks, and the times of chunks would be learned late.
+Nothing between two chunks or layers then leaves the device idle. Further ahead it must not run: a request that is given
+up, or that shall give way, would go on for as long, and the times of chunks would be learned late.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from kvrelay.core.shard import Span
 
 _MOST_UNFINISHED = 1  # chunks in front of the one that is launched
+_MOST_LAYERS = 1  # long layers in front of the one that is launched
 
 
 class Event(Protocol):
@@ -44,10 +46,21 @@ class TimedChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Launched:
-    tokens: Span | None  # None: it was stopped on its way, so its time says nothing
+class Part:
+    """What was launched of a chunk at once: all of it, or the layers between two pauses."""
+
     began: Event
     ended: Event
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    tokens: Span | None  # None: it was left on its way, so its time says nothing yet
+    parts: Sequence[Part]  # all of the chunk; the last one is the one that was launched
+
+    @property
+    def ended(self) -> Event:
+        return self.parts[-1].ended
 
 
 class DeviceQueue:
@@ -56,6 +69,7 @@ class DeviceQueue:
     def __init__(self, new_event: Callable[[], Event]) -> None:
         self._new_event = new_event
         self._unfinished: deque[_Launched] = deque()
+        self._layers: deque[Event] = deque()  # ends of long layers that are not known to be over
         self._timed: list[TimedChunk] = []
         self._num_launched = 0
         self._began: Event | None = None
@@ -65,7 +79,7 @@ class DeviceQueue:
         """Return the queue of a GPU; None for a CPU, which has done a chunk when it has been asked to."""
         if device.type != "cuda":
             return None
-        return cls(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        return cls(lambda: torch.cuda.Event(enable_timing=True, blocking=True))  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Wait until the next chunk may be launched."""
@@ -76,15 +90,32 @@ class DeviceQueue:
         self._began = self._new_event()
         self._began.record()
 
-    def end(self, tokens: Span, *, stopped: bool) -> int:
-        """Note that all of the chunk's work has been launched; return its number, for `has_ended`."""
+    def await_layers(self) -> None:
+        """Wait until the next long layer may be launched."""
+        while len(self._layers) > _MOST_LAYERS:
+            self._layers.popleft().synchronize()
+
+    def launched_layer(self) -> None:
+        """Note that a long layer's work has been launched."""
+        ended = self._new_event()
+        ended.record()
+        self._layers.append(ended)
+
+    def end(self, tokens: Span | None, *, earlier: Sequence[Part] = ()) -> tuple[int, Part]:
+        """Note that all that is launched of the chunk for now has been; return its number, for `has_ended`, and it.
+
+        Args:
+            tokens: of the chunk; None: it was left on its way, for good or for now.
+            earlier: parts of the chunk that were launched before; its time is theirs and that of this one.
+        """
         assert self._began is not None, "a chunk begins first"
         ended = self._new_event()
         ended.record()
-        self._unfinished.append(_Launched(None if stopped else tokens, self._began, ended))
+        part = Part(self._began, ended)
+        self._unfinished.append(_Launched(tokens, (*earlier, part)))
         self._began = None
         self._num_launched += 1
-        return self._num_launched
+        return self._num_launched, part
 
     def has_ended(self, number: int) -> bool:
         """Say whether the device is through with a chunk, and with all before it."""
@@ -101,7 +132,8 @@ class DeviceQueue:
         while self._unfinished and self._unfinished[0].ended.query():
             done = self._unfinished.popleft()
             if done.tokens is not None:
-                self._timed.append(TimedChunk(done.tokens, done.began.elapsed_time(done.ended) / 1e3))
+                took_ms = sum(part.began.elapsed_time(part.ended) for part in done.parts)
+                self._timed.append(TimedChunk(done.tokens, took_ms / 1e3))
 
 
 def to_device(numbers: npt.NDArray[np.int64], device: torch.device) -> Tensor:

@@ -120,7 +120,7 @@ class Fills:
         for key in report.fills_quarantined:
             record = self._records[key]
             record.quarantined.add(report.rank)
-            self._pages.quarantine(self._of_rank(record, report.rank))
+            self._pages.held.quarantine(self._of_rank(record, report.rank))
         for key in report.fills_free:
             self._freed(key, report.rank)
         return events
@@ -167,10 +167,10 @@ class Fills:
         )
         if rank in record.quarantined:
             record.quarantined.discard(rank)
-            self._pages.unquarantine(self._of_rank(record, rank))
+            self._pages.held.unquarantine(self._of_rank(record, rank))
         record.unfree.discard(rank)
         if not record.unfree and not record.under_way:
-            self._pages.release(record.pages.pages)
+            self._pages.held.release(record.pages.pages)
             del self._records[key]
 
     def _message(self, record: _Record) -> ring_pb2.RingFill:

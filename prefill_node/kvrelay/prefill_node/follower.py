@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay.prefill_node.group import RingGroup
+from kvrelay.prefill_node.group import Leave, RingGroup
 from kvrelay.prefill_node.rank import RankWorker
 from kvrelay.proto.v1 import ring_pb2
 
@@ -16,7 +16,7 @@ def follow(worker: RankWorker, group: RingGroup) -> None:
     worker.bind_thread()
     while True:
         step = ring_pb2.RingStep.FromString(group.receive())
-        result = worker.run(step, lambda: False)
+        result = worker.run(step, lambda *_: Leave.NO)
         group.send_to_leader(result.report.SerializeToString())
         if step.shutdown:
             worker.close()

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
@@ -30,21 +31,29 @@ _FIRST_BYTES = 4096  # a control message up to this size is one send
 _LENGTH_BYTES = 8
 
 
+class Leave(IntEnum):
+    """Whether the ring leaves the chunk in work before its last layer."""
+
+    NO = 0
+    STOP = 1  # in this layer; what was computed is lost
+    PAUSE = 2  # behind this layer (a ring of one: before it); the chunk goes on later
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """What goes with a rank's own block round the ring, so that all ranks leave at the same layer."""
 
     step_id: int
     layer: int
-    stop: bool  # only rank 0's counts
+    leave: Leave  # only rank 0's counts
 
     def pack(self) -> Tensor:
-        return torch.tensor([self.step_id, self.layer, int(self.stop)], dtype=torch.int64)
+        return torch.tensor([self.step_id, self.layer, self.leave], dtype=torch.int64)
 
     @classmethod
     def unpack(cls, numbers: Tensor) -> Header:
-        step_id, layer, stop = numbers.tolist()
-        return cls(int(step_id), int(layer), bool(stop))
+        step_id, layer, leave = numbers.tolist()
+        return cls(int(step_id), int(layer), Leave(int(leave)))
 
 
 class Exchange:

@@ -11,8 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvrelay.kvcache.allocator import PageAllocator
-from kvrelay.prefill_node.rank_pages import RankPage, allocate, by_rank
+from kvrelay.prefill_node.rank_pages import RankAllocators, RankPage
 
 
 @dataclass(slots=True)
@@ -26,7 +25,7 @@ class HostTier:
     """Blocks by name, least recently used first out; a block that is being copied either way stays."""
 
     def __init__(self, pages_per_rank: Sequence[int]) -> None:
-        self._allocators = tuple(PageAllocator(number) for number in pages_per_rank)
+        self._held = RankAllocators(pages_per_rank)
         self._blocks: OrderedDict[bytes, _Block] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
@@ -38,7 +37,7 @@ class HostTier:
     @property
     def used_pages(self) -> int:
         """Pages of all ranks that hold something."""
-        return sum(one.num_pages - one.free_pages for one in self._allocators)
+        return self._held.total_pages - self._held.free_pages
 
     def put(self, name: bytes, ranks: Sequence[int]) -> tuple[tuple[RankPage, ...] | None, list[bytes]]:
         """Take pages for a block that is not here; it counts from `arrived` on.
@@ -55,8 +54,8 @@ class HostTier:
         if going is None:
             return None, []
         for one in going:
-            self._release(self._blocks.pop(one).pages)
-        pages = allocate(self._allocators, ranks)
+            self._held.release(self._blocks.pop(one).pages)
+        pages = self._held.allocate(ranks)
         self._blocks[name] = _Block(pages)
         return pages, going
 
@@ -95,15 +94,13 @@ class HostTier:
         """Assert that every page is free or of exactly one block."""
         held = [page for block in self._blocks.values() for page in block.pages]
         assert len(held) == len(set(held)), "a page is of two blocks"
-        for rank, allocator in enumerate(self._allocators):
-            allocator.check()
-            mine = [page for owner, page in held if owner == rank]
-            assert all(allocator.refcount(page) == 1 for page in mine), "a page of a block is free"
-            assert allocator.free_pages + len(mine) == allocator.num_pages, "a page is lost"
+        self._held.check()
+        assert all(self._held.refcount(page) == 1 for page in held), "a page of a block is free"
+        assert self._held.free_pages + len(held) == self._held.total_pages, "a page is lost"
 
     def _to_go(self, wanted: Counter[int]) -> list[bytes] | None:
         """Return the blocks to drop so that each rank has room, oldest first; None when that cannot be."""
-        missing = {rank: number - self._allocators[rank].free_pages for rank, number in wanted.items()}
+        missing = {rank: number - self._held.free(rank) for rank, number in wanted.items()}
         going: list[bytes] = []
         for name, block in self._blocks.items():
             if all(number <= 0 for number in missing.values()):
@@ -114,7 +111,3 @@ class HostTier:
             for rank, _ in block.pages:
                 missing[rank] = missing.get(rank, 0) - 1
         return going if all(number <= 0 for number in missing.values()) else None
-
-    def _release(self, pages: Iterable[RankPage]) -> None:
-        for rank, numbers in by_rank(pages).items():
-            self._allocators[rank].release(numbers)

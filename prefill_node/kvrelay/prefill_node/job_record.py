@@ -51,6 +51,10 @@ def open_message(record: JobRecord, *, page_tokens: int) -> ring_pb2.RingOpen:
 def chunk_message(record: JobRecord, chunk: NextChunk, *, page_tokens: int) -> ring_pb2.RingChunk:
     """Return what the ranks are told of a chunk; they then know the pages that it begins to fill."""
     assert record.pages is not None, "a running job has pages"
+    if chunk.resumes:
+        return ring_pb2.RingChunk(
+            request_id=chunk.request_id, tokens=span_to_pb(chunk.tokens), is_last=chunk.is_last, resumes=True
+        )
     prompt_T = record.job.prompt_T
     known, record.sent_pages = record.sent_pages, -(-chunk.tokens.end // page_tokens)
     return ring_pb2.RingChunk(

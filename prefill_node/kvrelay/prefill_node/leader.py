@@ -6,7 +6,6 @@ which is called on this thread and must only hand the event over.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -18,8 +17,8 @@ from kvrelay.core.time_fit import TimeFit
 from kvrelay.core.types import Counters, FinishReason
 from kvrelay.model.sampler import SamplerState, sample
 from kvrelay.prefill_node import jobs
+from kvrelay.prefill_node.chunk_watch import ChunkWatch
 from kvrelay.prefill_node.control import RingControl
-from kvrelay.prefill_node.device_queue import TimedChunk
 from kvrelay.prefill_node.fills import FillOrder
 from kvrelay.prefill_node.group import RingGroup
 from kvrelay.prefill_node.job_events import Done, Failed, FirstToken, JobEvent, Progress, Sink, Started
@@ -28,15 +27,10 @@ from kvrelay.prefill_node.load import Load
 from kvrelay.prefill_node.prompt_logprobs import join
 from kvrelay.prefill_node.pushes import Push
 from kvrelay.prefill_node.rank import RankWorker, StepResult
-from kvrelay.proto.convert import span_from_pb
+from kvrelay.prefill_node.step_commands import StepCommands
 from kvrelay.proto.v1 import handoff_pb2, ring_pb2
 
-IDLE_TICK_S = 2.0  # keeps the ring's waits under the group timeout
-FILL_TICK_S = 0.02  # while other ranks fetch; what they report comes with a step
-COPY_TICK_S = 0.002  # of a ring whose ranks copy to or from host memory: only steps bring their reports
 _FIRST_TOKEN_PAUSE_S = 0.0005  # what follows keeps the interpreter from those who pass the token and its manifest on
-_TOLD_IN_LAYER = 2  # of a chunk: what came of its plan
-BUSY_TICK_S = 0.05  # first wait while closes or waits for room are pending; longer and longer while nothing changes
 
 FillSink = Callable[[jobs.FillEnded], object]
 CacheListener = Callable[[jobs.CacheChanged], object]
@@ -54,6 +48,7 @@ class Leader:
         token_bytes: int,
         on_cache: CacheListener,
         counters: Counters,
+        give_way_s: float = 0.0,
         clock: Clock = monotonic,
     ) -> None:
         """
@@ -61,9 +56,9 @@ class Leader:
             token_bytes: bytes that one relayed token has in all layers.
             on_cache: told of every change of the prefix cache, on this thread.
             counters: of rank 0.
+            give_way_s: see `ChunkWatch`.
         """
         self.load = Load()
-        self.chunk_times = TimeFit()  # x: tokens of a chunk, y: (token, visible token) pairs
         self.rank_counters: list[dict[str, float]] = []
         self._control = control
         self._worker = worker
@@ -72,21 +67,34 @@ class Leader:
         self._on_cache = on_cache
         self._counters = counters
         self._clock = clock
-        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._commands = StepCommands(control, is_ring=group is not None)
+        self._watch = ChunkWatch(
+            control,
+            is_ring=group is not None,
+            give_way_s=give_way_s,
+            any_command=lambda: self._commands.any_waiting,
+            counters=counters,
+            clock=clock,
+        )
         self._sinks: dict[str, Sink] = {}
         self._fill_sinks: dict[str, FillSink] = {}
         self._jobs: dict[str, Job] = {}
         self._planned_s = 0.0
+        self._planned: list[jobs.Event] = []  # what came of the plan of the step in work, and is not told yet
         self._opened_s: dict[str, float] = {}
         self._tickets: dict[str, handoff_pb2.Ticket] = {}  # that came late; put there by any thread, as in a set
-        self._cancelled: set[str] = set()  # written by any thread; a set's add and test are atomic
         self._shut_down = threading.Event()
         self._relay_pending = False
-        self._tick_s = BUSY_TICK_S
         self._ended_at_prefill: list[str] = []
 
+    @property
+    def chunk_times(self) -> TimeFit:
+        """Return what chunks cost; x: tokens of a chunk, y: (token, visible token) pairs."""
+        return self._watch.times
+
     def submit(self, job: Job, sink: Sink) -> None:
-        """Queue a job; refusals arrive at the sink too."""
+        """Queue a job; refusals arrive at the sink too. A longer one's chunk that is in work may give way to it."""
+        self._watch.arriving[job.key] = job  # a dict's and a set's single operations are atomic
         self._commands.put(lambda: self._submit(job, sink))
 
     def push(self, push: Push, sink: Sink) -> None:
@@ -112,7 +120,7 @@ class Leader:
 
     def cancel(self, key: str, reason: str) -> None:
         """End a job or a push; a chunk of it that is in work stops at its next layer. Unknown keys are ignored."""
-        self._cancelled.add(key)
+        self._watch.cancelled.add(key)
         self._commands.put(lambda: self._cancel(key, reason))
 
     def call(self, command: Callable[[RingControl], None]) -> None:
@@ -139,42 +147,30 @@ class Leader:
             RingError, RuntimeError: a rank is lost; this process must exit.
         """
         self._worker.bind_thread()
-        self._worker.late_ticket = self._take_ticket
+        self._worker.take_late_tickets(self._take_ticket)
         self._note_load()
         while True:
-            self._take_commands(self._wait_s())
+            self._commands.take(busy=self._relay_pending or self._shut_down.is_set())
             self._planned_s = self._clock()
             step = self._control.plan(self._planned_s)
             step.shutdown = self._shut_down.is_set()
-            planned = self._control.take_events()
+            self._planned = self._control.take_events()
             self._note_load(computing=step.HasField("chunk"))
-            self._run_step(step, planned)
+            self._run_step(step)
             self._note_load()
             if step.shutdown:
                 self._worker.close()
                 return
 
-    def _run_step(self, step: ring_pb2.RingStep, planned: list[jobs.Event]) -> None:
-        """
-        Args:
-            planned: what came of the plan. It is told once a layer is under way: whoever hears it wants the
-                interpreter, and so does the launching of that layer, for which a device waits.
-        """
+    def _run_step(self, step: ring_pb2.RingStep) -> None:
         if self._group is not None:
             self._group.broadcast(step.SerializeToString())
-        key, began_s = step.chunk.request_id, self._clock()
-        asked = 0
-
-        def should_stop() -> bool:
-            nonlocal asked
-            asked += 1
-            if asked == _TOLD_IN_LAYER:
-                self._deliver(planned)
-                planned.clear()
-            return key in self._cancelled
-
-        result = self._worker.run(step, should_stop)
-        self._deliver(planned)
+        key = step.chunk.request_id
+        # Whoever hears what came of the plan wants the interpreter, and so does the launching of the first layer, for
+        # which a device waits.
+        self._watch.begin(step, self._tell_planned)
+        result = self._worker.run(step, self._watch.ask)
+        self._tell_planned()
         self._counters.add("steps")
         # Before the other reports are in: every rank leaves a chunk at the same layer, so it is complete. But the
         # client is told of its prompt first when it asked for that.
@@ -188,10 +184,10 @@ class Leader:
             if (scored := join(reports)) is not None:
                 self._tell(key, scored)
             self._choose_first_token(key, result)
-        self._note_time(step, result, reports, self._clock() - began_s)
+        turn = self._watch.end(reports, result.timed)
         self.rank_counters = [dict(report.counters) for report in reports]
         self._relay_pending = any(report.counters["relay_pending"] for report in reports)
-        events = self._control.applied(reports)
+        events = self._control.applied(reports, turn)
         # After the step was applied, so that the last chunk of a request that ends here is committed like any other;
         # before its events, because a hand-off that failed meanwhile is no failure of a request that needs none.
         for ended in self._ended_at_prefill:
@@ -200,15 +196,6 @@ class Leader:
         self._deliver(events)
         for settled in self._worker.take_settled():
             self._finish(settled, Done(self._relayed_bytes(settled)), abort=False)
-
-    def _note_time(
-        self, step: ring_pb2.RingStep, result: StepResult, reports: list[ring_pb2.RankReport], took_s: float
-    ) -> None:
-        timed = result.timed
-        if timed is None and step.HasField("chunk") and not any(report.stopped for report in reports):
-            timed = [TimedChunk(span_from_pb(step.chunk.tokens), took_s)]
-        for chunk in timed or ():
-            self.chunk_times.observe(chunk.took_s, x=chunk.tokens.num_tokens, y=chunk.tokens.num_pairs)
 
     def _choose_first_token(self, key: str, result: StepResult) -> None:
         """Sample when the prompt's last chunk was computed."""
@@ -235,6 +222,10 @@ class Leader:
         if self.load.active_jobs == 1:  # nobody else waits for this thread
             time.sleep(_FIRST_TOKEN_PAUSE_S)
 
+    def _tell_planned(self) -> None:
+        planned, self._planned = self._planned, []
+        self._deliver(planned)
+
     def _deliver(self, events: list[jobs.Event]) -> None:
         for event in events:
             match event:
@@ -250,12 +241,13 @@ class Leader:
                 case jobs.FillEnded():
                     self._fill_sinks.pop(event.key)(event)
                 case jobs.Gone():
-                    self._cancelled.discard(event.key)
+                    self._watch.forget(event.key)
                     self._jobs.pop(event.key, None)
                     self._opened_s.pop(event.key, None)
                     self._tickets.pop(event.key, None)
 
     def _submit(self, job: Job, sink: Sink) -> None:
+        self._watch.arriving.pop(job.key, None)
         try:
             self._control.submit(job, self._clock())
         except ServeError as err:
@@ -280,7 +272,7 @@ class Leader:
 
     def _cancel(self, key: str, reason: str) -> None:
         if self._control.phase_of(key) is None:
-            self._cancelled.discard(key)
+            self._watch.forget(key)
             return
         self._end(key, Failed(RequestCancelledError(reason)), reason)
 
@@ -312,36 +304,6 @@ class Leader:
     def _relayed_bytes(self, key: str) -> int:
         job = self._jobs.get(key)
         return 0 if job is None else job.relayed_tokens * self._token_bytes
-
-    def _take_commands(self, wait_s: float | None) -> None:
-        try:
-            command = self._commands.get(timeout=wait_s) if wait_s != 0 else self._commands.get_nowait()
-            while True:
-                command()
-                command = self._commands.get_nowait()
-        except queue.Empty:
-            return
-
-    def _wait_s(self) -> float | None:
-        """Return how long to wait for a command before the next step; None = until one comes."""
-        if self._control.wants_step or self._relay_pending or self._shut_down.is_set():
-            self._tick_s = BUSY_TICK_S
-            return 0
-        control, is_ring = self._control, self._group is not None
-        if control.is_copying:
-            return COPY_TICK_S if is_ring else BUSY_TICK_S  # alone, the end of a copy wakes this thread
-        if is_ring and control.fills.num_under_way:
-            return FILL_TICK_S
-        if (
-            control.closing_jobs
-            or control.queued_jobs
-            or control.pushes.num_closing
-            or (is_ring and len(control.fills))
-        ):
-            # What is awaited comes with a command, but for what the other ranks report: that needs a step.
-            tick_s, self._tick_s = self._tick_s, min(2 * self._tick_s, IDLE_TICK_S)
-            return tick_s
-        return None if self._group is None else IDLE_TICK_S
 
     def _note_load(self, *, computing: bool = False) -> None:
         self.load = Load.of(self._control, computing=computing)

@@ -61,7 +61,7 @@ def led_ring(
         return load_pays(tokens, leader.chunk_times.fitted, token_s=token_s, chunk_tokens=chunk_tokens)
 
     control = _control(settings, loaded, ring.pages_per_rank)
-    control.load_pays = pays
+    control.admission.load_pays = pays
     leader = Leader(
         control,
         worker,
@@ -69,6 +69,7 @@ def led_ring(
         token_bytes=layout.row_bytes_all_layers,
         on_cache=on_cache,
         counters=counters,
+        give_way_s=settings.give_way_ms / 1e3,
     )
     return leader, tuple(control.host_counters)
 

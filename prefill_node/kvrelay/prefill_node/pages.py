@@ -14,12 +14,12 @@ from itertools import islice
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.shard import Span
-from kvrelay.kvcache.allocator import PageAccount, PageAllocator
+from kvrelay.kvcache.allocator import PageAccount
 from kvrelay.kvcache.prefix_cache import PrefixCache
 from kvrelay.prefill_node import ring_plan
 from kvrelay.prefill_node.host_copies import HostChange, HostCopies, Loaded
 from kvrelay.prefill_node.host_tier import HostTier
-from kvrelay.prefill_node.rank_pages import RankPage, allocate, by_rank
+from kvrelay.prefill_node.rank_pages import RankAllocators, RankPage
 from kvrelay.prefill_node.scheduler import chunks_of
 from kvrelay.proto.v1 import ring_pb2
 
@@ -59,11 +59,11 @@ class RingPages:
             host_pages_per_rank: of host memory for blocks that leave the cache; empty = they are lost.
             page_bytes: of one page in all layers, for the account of host memory.
         """
-        self._allocators = tuple(PageAllocator(number) for number in pages_per_rank)
+        self.held = RankAllocators(pages_per_rank)
         self._host: HostCopies | None = None
         if host_pages_per_rank:
-            self._host = HostCopies(HostTier(host_pages_per_rank), self, page_bytes=page_bytes)
-        self._cache: PrefixCache[RankPage] = PrefixCache(self, on_evict=self._host.evicted if self._host else None)
+            self._host = HostCopies(HostTier(host_pages_per_rank), self.held, page_bytes=page_bytes)
+        self._cache: PrefixCache[RankPage] = PrefixCache(self.held, on_evict=self._host.evicted if self._host else None)
         self.page_tokens = page_tokens
         self._pages_per_block = block_tokens // page_tokens
         self._chunk_tokens = chunk_tokens
@@ -71,44 +71,7 @@ class RingPages:
 
     @property
     def ring_size(self) -> int:
-        return len(self._allocators)
-
-    @property
-    def free_pages(self) -> int:
-        return sum(allocator.free_pages for allocator in self._allocators)
-
-    def retain(self, pages: Iterable[RankPage]) -> None:
-        for rank, numbers in by_rank(pages).items():
-            self._allocators[rank].retain(numbers)
-
-    def release(self, pages: Iterable[RankPage]) -> None:
-        """Drop one reference of each page."""
-        for rank, numbers in by_rank(pages).items():
-            self._allocators[rank].release(numbers)
-
-    # What the prefix cache needs of the allocators.
-    @property
-    def cached_alone(self) -> int:
-        return sum(allocator.cached_alone for allocator in self._allocators)
-
-    def cache(self, pages: Sequence[RankPage], /) -> None:
-        for rank, numbers in by_rank(pages).items():
-            self._allocators[rank].cache(numbers)
-
-    def uncache(self, pages: Sequence[RankPage], /) -> None:
-        for rank, numbers in by_rank(pages).items():
-            self._allocators[rank].uncache(numbers)
-
-    def refcount(self, page: RankPage, /) -> int:
-        return self._allocators[page[0]].refcount(page[1])
-
-    def quarantine(self, pages: Iterable[RankPage]) -> None:
-        for rank, numbers in by_rank(pages).items():
-            self._allocators[rank].quarantine(numbers)
-
-    def unquarantine(self, pages: Iterable[RankPage]) -> None:
-        for rank, numbers in by_rank(pages).items():
-            self._allocators[rank].unquarantine(numbers)
+        return len(self.held)
 
     def cached_blocks(self, hashes: Sequence[bytes]) -> int:
         """Return how many leading blocks are cached."""
@@ -121,7 +84,7 @@ class RingPages:
             StaleMessageError: some block is not here any more.
         """
         pages = self._cache.match_whole(hashes)
-        self.retain(pages)
+        self.held.retain(pages)
         return pages
 
     def refuse_impossible(self, prompt_tokens: int) -> None:
@@ -131,10 +94,10 @@ class RingPages:
             InvalidRequestError: names the pages wanted and there.
         """
         for rank, wanted in enumerate(self._wanted(0, prompt_tokens)):
-            if wanted > self._allocators[rank].num_pages:
+            if wanted > self.held.num_pages(rank):
                 raise InvalidRequestError(
                     f"a prompt of {prompt_tokens} tokens needs {wanted} pages of rank {rank},"
-                    f" which has {self._allocators[rank].num_pages}"
+                    f" which has {self.held.num_pages(rank)}"
                 )
 
     def take(self, hashes: Sequence[bytes], prompt_tokens: int) -> tuple[RequestPages | None, list[bytes]]:
@@ -148,21 +111,21 @@ class RingPages:
         """
         cached = [page for block in self._cache.match(hashes) for page in block]
         cached = cached[: (prompt_tokens - 1) // self.page_tokens]
-        self.retain(cached)
-        if not self._may_have_room(-(-prompt_tokens // self.page_tokens) - len(cached)):
-            self.release(cached)
+        self.held.retain(cached)
+        if not self.may_have_room(-(-prompt_tokens // self.page_tokens) - len(cached)):
+            self.held.release(cached)
             return None, []
         cached_tokens = len(cached) * self.page_tokens
         owners = self._owners(cached_tokens, prompt_tokens)
         wanted = Counter(owners)
         if not self._can_make_room(wanted):
-            self.release(cached)
+            self.held.release(cached)
             return None, []
         evicted = self._make_room(wanted)
         if self._is_short(wanted):  # until what leaves for host memory is copied
-            self.release(cached)
+            self.held.release(cached)
             return None, evicted
-        return RequestPages((*cached, *allocate(self._allocators, owners)), cached_tokens), evicted
+        return RequestPages((*cached, *self.held.allocate(owners)), cached_tokens), evicted
 
     def commit(self, hashes: Sequence[bytes], pages: RequestPages, blocks: Span) -> list[bytes]:
         """Cache blocks [start, end) of a request, whose rows are all written; return the hashes that are new."""
@@ -175,9 +138,7 @@ class RingPages:
         return added
 
     def account(self) -> PageAccount:
-        total = sum(allocator.num_pages for allocator in self._allocators)
-        free = self.free_pages
-        quarantined = sum(allocator.quarantined_pages for allocator in self._allocators)
+        total, free, quarantined = self.held.total_pages, self.held.free_pages, self.held.quarantined_pages
         cached = self._cache.evictable_pages
         return PageAccount(total, free, cached, total - free - cached - quarantined, quarantined)
 
@@ -187,8 +148,7 @@ class RingPages:
 
     def check(self) -> None:
         """Assert the invariants of the allocators and of the cache."""
-        for allocator in self._allocators:
-            allocator.check()
+        self.held.check()
         self._cache.check()
         if self._host is not None:
             self._host.check()
@@ -231,17 +191,17 @@ class RingPages:
         in_host = self._host.found(names)
         ranks = [rank for block in in_host for rank, _ in block]
         wanted = Counter(ranks)
-        self.retain(before)
+        self.held.retain(before)
         self._host.pin(names)  # what is evicted below must not take their place
         start, evicted = LoadStart.NO_ROOM, []
-        if self._may_have_room(-(-prompt_tokens // self.page_tokens) - len(before)) and self._can_make_room(wanted):
+        if self.may_have_room(-(-prompt_tokens // self.page_tokens) - len(before)) and self._can_make_room(wanted):
             evicted = self._make_room(wanted)
             start = LoadStart.LATER if self._is_short(wanted) else LoadStart.BEGUN
         if start is not LoadStart.BEGUN:
             self._host.unpin(names)
-            self.release(before)
+            self.held.release(before)
             return start, evicted
-        pages = allocate(self._allocators, ranks)
+        pages = self.held.allocate(ranks)
         fresh = iter(pages)
         placed = [tuple(islice(fresh, len(block))) for block in in_host]
         parent = hashes[blocks.start - 1] if blocks.start else None
@@ -265,7 +225,7 @@ class RingPages:
                 if self._cache.insert(name, pages, parent=parent):
                     added.append(name)
                 parent = name
-            self.release(chain.held)
+            self.held.release(chain.held)
         return any_done, added
 
     def copies_to_tell(self) -> list[ring_pb2.HostCopy]:
@@ -276,24 +236,24 @@ class RingPages:
         """Return how host memory's blocks have changed since the last call."""
         return self._host.take_change() if self._host else HostChange()
 
-    def _may_have_room(self, num_pages: int) -> bool:
+    def may_have_room(self, num_pages: int) -> bool:
         """False: not even all ranks together have room, so nothing is worked out or evicted in vain."""
-        if self.free_pages >= num_pages:
+        if self.held.free_pages >= num_pages:
             return True
         coming = self._host.leaving() if self._host else 0
-        return self.free_pages + coming + self._cache.evictable_pages >= num_pages
+        return self.held.free_pages + coming + self._cache.evictable_pages >= num_pages
 
     def _missing(self, rank: int, number: int) -> int:
         """Return how many pages more than are free, or will be when they are copied, a rank needs."""
-        return number - self._allocators[rank].free_pages - (self._host.leaving(rank) if self._host else 0)
+        return number - self.held.free(rank) - (self._host.leaving(rank) if self._host else 0)
 
     def _is_short(self, wanted: Counter[int]) -> bool:
-        return any(number > self._allocators[rank].free_pages for rank, number in wanted.items())
+        return any(number > self.held.free(rank) for rank, number in wanted.items())
 
     def _can_make_room(self, wanted: Counter[int]) -> bool:
         """False: some rank would stay short even without its cached pages."""
         return all(
-            (missing := self._missing(rank, number)) <= 0 or self._allocators[rank].cached_alone >= missing
+            (missing := self._missing(rank, number)) <= 0 or self.held.cached_alone_on(rank) >= missing
             for rank, number in wanted.items()
         )
 

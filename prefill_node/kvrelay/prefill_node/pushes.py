@@ -104,7 +104,7 @@ class Pushes:
         for key in keys:
             record = self._records.get(key)
             if record is not None and record.closing is not None and record.closing.drained(rank):
-                self._pages.release(record.held)
+                self._pages.held.release(record.held)
                 del self._records[key]
                 over.append(key)
         return over

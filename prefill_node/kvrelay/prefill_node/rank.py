@@ -1,6 +1,6 @@
-"""One rank's compute: it obeys ring steps, and knows of each request only what the steps told.
+"""One rank: it obeys ring steps, and knows of each request only what the steps told.
 
-Shapes in this file: T own tokens of the chunk, D hidden, N heads, K query/key width, Y elements of a stored row.
+Shapes in this file: T own tokens of the chunk, D hidden.
 """
 
 from __future__ import annotations
@@ -13,28 +13,25 @@ import torch
 from torch import Tensor
 
 from kvrelay.core.health import StuckS
-from kvrelay.core.shard import Span
 from kvrelay.core.types import Counters, PromptLogprobs
-from kvrelay.kernels.rope import RopeTables
 from kvrelay.kvcache.pool import LatentPool
-from kvrelay.model.prefill_step import project_and_store
-from kvrelay.model.transformer import Layer, Model
-from kvrelay.prefill_node.chunk_plan import ChunkPlan, ChunkPlanner
-from kvrelay.prefill_node.device_queue import DeviceQueue, TimedChunk, to_device
-from kvrelay.prefill_node.group import Header
+from kvrelay.model.transformer import Model
+from kvrelay.prefill_node.chunk_layers import AskLeave, ChunkLayers
+from kvrelay.prefill_node.chunk_plan import ChunkPlanner
+from kvrelay.prefill_node.chunk_work import ChunkWork
+from kvrelay.prefill_node.device_queue import DeviceQueue, TimedChunk
+from kvrelay.prefill_node.group import Leave
 from kvrelay.prefill_node.host_copier import HostCopier
 from kvrelay.prefill_node.jobs import job_key
 from kvrelay.prefill_node.late_relay import LateRelay
 from kvrelay.prefill_node.prompt_logprobs import score
+from kvrelay.prefill_node.rank_relays import LateTicket, RankRelays
 from kvrelay.prefill_node.rank_request import Fetcher, RankRequest, Writer
 from kvrelay.prefill_node.relay import Relay
-from kvrelay.prefill_node.relay_stream import RelayStream
-from kvrelay.prefill_node.ring import Kept, Ring
+from kvrelay.prefill_node.ring import Ring
 from kvrelay.prefill_node.ring_plan import PageTable
 from kvrelay.proto.convert import prompt_logprobs_to_pb, span_from_pb, unpack_ids
 from kvrelay.proto.v1 import handoff_pb2, ring_pb2
-
-LateTicket = Callable[[str], handoff_pb2.Ticket | None]  # of a request, once it is there
 
 TRANSFER_STUCK = "transfer_stuck_s_max"  # a counter of every rank: see TransferThread.stuck_s
 
@@ -50,7 +47,8 @@ class StepResult:
 class _Ran:
     """What came of one chunk on this rank."""
 
-    stopped: bool = False
+    leave: Leave = Leave.NO
+    layers_left: int = 0  # of a chunk that is paused
     logits_V: Tensor | None = None
     prompt_logprobs: Sequence[PromptLogprobs] = ()
 
@@ -78,20 +76,23 @@ class RankWorker:
         """
         self._model = model
         self._pool = pool
-        self._ring = ring
-        self._open_writer = open_writer
+        self._rank = ring.rank
         self._planner = planner
         self._counters = counters
         self._fetcher: Fetcher | None = None
         self._more_counters = more_counters
         self._transfer_stuck_s = transfer_stuck_s
-        self.late_ticket: LateTicket = lambda _: None  # set before the first step where tickets may come late
         self.copier: HostCopier | None = None  # set before the first step when host memory is behind the cache
         self._requests: dict[str, RankRequest] = {}
         self._queue = DeviceQueue.of(pool.device)
-        self._stream = RelayStream(pool.device)
-        # Without others to wait for, a device gets a whole layer before what leaves beside it.
-        self._layer_first = self._stream.runs_beside and ring.size == 1
+        self._relays = RankRelays(
+            open_writer=open_writer, device=pool.device, rank=ring.rank, num_layers=pool.layout.num_layers
+        )
+        self._layers = ChunkLayers(model, pool, ring, self._relays, queue=self._queue, counters=counters)
+
+    def take_late_tickets(self, late_ticket: LateTicket) -> None:
+        """Say where tickets come late; before the first step."""
+        self._relays.late_ticket = late_ticket
 
     def fetch_by(self, fetcher: Fetcher, counters: Counters) -> None:
         """Let blocks be fetched; before the first step. The counters are reported along with the others."""
@@ -108,11 +109,11 @@ class RankWorker:
             self.copier.close()
 
     @torch.inference_mode()
-    def run(self, step: ring_pb2.RingStep, should_stop: Callable[[], bool]) -> StepResult:
-        """Do one step. `should_stop` is asked once per layer, and heeded on rank 0 only."""
+    def run(self, step: ring_pb2.RingStep, ask: AskLeave) -> StepResult:
+        """Do one step. `ask` is asked before each layer, and heeded on rank 0 only."""
         for copy in step.copies:
             assert self.copier is not None, "rank 0 and this rank have the same setting"
-            self.copier.obey(copy, rank=self._ring.rank)
+            self.copier.obey(copy, rank=self._rank)
         if self._fetcher is not None:
             self._fetcher.obey(step)
         for opened in step.opens:
@@ -121,13 +122,10 @@ class RankWorker:
             self._open_push(push)
         ran = _Ran()
         if step.HasField("chunk"):
-            ran = self._run_chunk(step.step_id, step.chunk, should_stop)
+            ran = self._run_chunk(step.step_id, step.chunk, ask)
         for key in step.closes:
             self._close(key, abort=key in step.aborts)
-        with self._stream.behind(self._stream.mark()):
-            for request in self._requests.values():
-                if (relay := self._relay_now(request)) is not None:
-                    relay.pump()
+        self._relays.pump(self._requests.values())
         timed = None if self._queue is None else self._queue.take_timed()
         return StepResult(self._report(step.step_id, ran), timed, ran.logits_V)
 
@@ -157,7 +155,7 @@ class RankWorker:
         key = job_key(opened.request)
         request = RankRequest(key, opened.prompt_tokens, opened.cached_tokens, table, opened.prompt_logprobs)
         if opened.HasField("ticket"):
-            self._relay(request, opened.ticket).queue_cached(opened.cached_tokens)
+            self._relays.begin(request, opened.ticket)
         elif opened.ticket_follows:
             request.relay = LateRelay()
         self._requests[key] = request
@@ -167,147 +165,68 @@ class RankWorker:
         table = PageTable(prompt_tokens=ticket.prompt_tokens, page_tokens=self._pool.layout.page_tokens)
         _fill(table, push.pages)
         request = RankRequest(push.key, ticket.prompt_tokens, ticket.prompt_tokens, table, is_push=True)
-        relay = self._relay(request, ticket)
-        relay.queue_cached(ticket.prompt_tokens)
-        with self._stream.behind(self._stream.mark()):
-            relay.seal(first_token=None, cached_tokens=0)
+        self._relays.begin_push(request, ticket)
         self._requests[push.key] = request
 
-    def _relay_now(self, request: RankRequest) -> Relay | LateRelay | None:
-        """Return the relay of a request, begun now if its ticket has just come. Inside `RelayStream.behind`."""
-        late = request.relay
-        if isinstance(late, LateRelay) and (ticket := self.late_ticket(request.key)) is not None:
-            relay = self._relay(request, ticket)
-            relay.queue_cached(request.cached_tokens)
-            late.pass_to(relay)
-        return request.relay
-
-    def _relay(self, request: RankRequest, ticket: handoff_pb2.Ticket) -> Relay:
-        request.writer = self._open_writer(ticket)
-        request.relay = relay = Relay(
-            request.writer,
-            request.table,
-            rank=self._ring.rank,
-            resident_tokens=ticket.resident_tokens,
-            num_layers=self._pool.layout.num_layers,
-        )
-        return relay
-
-    def _run_chunk(self, step_id: int, chunk: ring_pb2.RingChunk, should_stop: Callable[[], bool]) -> _Ran:
-        """Compute one chunk; the logits after the prompt's last token come from rank 0."""
+    def _run_chunk(self, step_id: int, chunk: ring_pb2.RingChunk, ask: AskLeave) -> _Ran:
+        """Compute one chunk, or what is left of it; the logits after the prompt's last token come from rank 0."""
         request = self._requests[chunk.request_id]
-        tokens = span_from_pb(chunk.tokens)
-        _fill(request.table, chunk.new_pages)
-        plan = self._planner.plan(request.table, tokens)
-        ids = unpack_ids(chunk.packed_ids)
+        work = self._resumed(request, chunk) if chunk.resumes else self._begun(request, chunk)
         if self._queue is not None:
             self._queue.begin()
-        hidden_TD = self._compute(step_id, request, tokens, plan, ids, should_stop)
+        leave = self._layers.run(step_id, request, work, self._requests.values(), ask)
         if self._queue is not None:
-            request.last_chunk = self._queue.end(tokens, stopped=hidden_TD is None)
-        if hidden_TD is None:
-            return _Ran(stopped=True)
+            tokens = work.tokens if leave is Leave.NO else None
+            request.last_chunk, part = self._queue.end(tokens, earlier=work.parts)
+            work.parts = (*work.parts, part)
+        if leave is Leave.PAUSE:
+            request.paused = work
+            return _Ran(leave, layers_left=self._layers.num_layers - work.next_layer)
+        if leave is Leave.STOP:
+            return _Ran(leave)
         self._counters.add("chunks")
-        self._counters.add("prefill_tokens_executed", len(plan.positions_T))
+        self._counters.add("prefill_tokens_executed", len(work.plan.positions_T))
         scored: list[PromptLogprobs] = []
         if request.wants_logprobs:
-            known = np.append(ids, np.int32(chunk.next_id)) if chunk.HasField("next_id") else ids
-            scored = score(self._model, hidden_TD, plan.positions_T, known, first_position=tokens.start)
+            scored = score(
+                self._model, work.hidden_TD, work.plan.positions_T, work.ids, first_position=work.tokens.start
+            )
         logits_V = None
-        if chunk.is_last and self._ring.rank == 0:  # owns the last token; seals once the first token is chosen
-            logits_V = self._model.logits(hidden_TD[-1:])[0]
+        if chunk.is_last and self._rank == 0:  # owns the last token; seals once the first token is chosen
+            logits_V = self._model.logits(work.hidden_TD[-1:])[0]
         elif chunk.is_last and request.relay is not None:
             request.relay.seal(first_token=None, cached_tokens=0)
         return _Ran(logits_V=logits_V, prompt_logprobs=scored)
 
-    def _compute(
-        self,
-        step_id: int,
-        request: RankRequest,
-        chunk: Span,
-        plan: ChunkPlan,
-        ids: np.ndarray[tuple[int], np.dtype[np.int32]],
-        should_stop: Callable[[], bool],
-    ) -> Tensor | None:
-        """Return hidden_TD after the last layer (empty for a rank without rows), or None when the ring stopped."""
-        has_rows = len(plan.positions_T) > 0
-        device = self._pool.device
-        hidden_TD = torch.empty(0, device=device)
-        q_TNK, stored_TY = None, self._pool.rows(0)[:0]
-        if has_rows:
-            own_ids = to_device(ids[plan.positions_T - chunk.start].astype(np.int64), device)
-            hidden_TD = self._model.embed(own_ids)
-            positions_T = to_device(plan.positions_T, device)
-            # The base of dynamic NTK comes from the whole prompt, in every chunk and on every rank.
-            rope = self._model.rope(positions_T, request.prompt_tokens)
-        for index, layer in enumerate(self._model.layers):
-            if has_rows:
-                q_TNK, stored_TY = self._project(index, layer, hidden_TD, rope, plan.own_kept)
-            final = None if request.relay is None else self._stream.mark()
-            # The last layer's rows leave first of all: whoever decodes waits for them.
-            layer_first = self._layer_first and index < len(self._model.layers) - 1
-            if not layer_first:
-                self._send_early(request, index, plan, final)
-            header = Header(step_id, index, stop=self._ring.rank == 0 and should_stop())
-            attended, stop = self._ring.attend(
-                layer, q_TNK, stored_TY, plan.laps, header=header, scale=self._model.softmax_scale
-            )
-            if stop:
-                return None
-            relay = request.relay
-            if relay is not None and (plan.late or relay.pending):
-                # Rows from other ranks are there once the ring has passed; without any, nothing waits for attention.
-                with self._stream.behind(self._stream.mark() if plan.late else None):
-                    relay.rows_final(index, plan.late)
-                    relay.pump()
-            self._pump_pushes()
-            if has_rows:
-                hidden_TD = layer.finish(hidden_TD, attended.out_TNV.to(hidden_TD.dtype))
-            if layer_first:
-                self._send_early(request, index, plan, final)
-            self._counters.add("layers")
-        return hidden_TD
+    def _begun(self, request: RankRequest, chunk: ring_pb2.RingChunk) -> ChunkWork:
+        tokens = span_from_pb(chunk.tokens)
+        _fill(request.table, chunk.new_pages)
+        ids = unpack_ids(chunk.packed_ids)
+        if chunk.HasField("next_id"):
+            ids = np.append(ids, np.int32(chunk.next_id))
+        plan = self._planner.plan(request.table, tokens)
+        return self._layers.begin(tokens, plan, ids, prompt_tokens=request.prompt_tokens)
 
-    def _send_early(self, request: RankRequest, layer: int, plan: ChunkPlan, final: torch.cuda.Event | None) -> None:
-        """Send own rows of a layer, which are there when `final` is reached."""
-        if request.relay is not None:
-            with self._stream.behind(final):
-                relay = self._relay_now(request)
-                assert relay is not None, "it was there just now"
-                relay.rows_final(layer, plan.early)
-
-    def _pump_pushes(self) -> None:
-        """Send a portion of each push: another node waits for them, and a chunk may take seconds."""
-        pending = [one.relay for one in self._requests.values() if one.is_push and one.relay and one.relay.pending]
-        if pending:
-            with self._stream.behind(self._stream.mark()):
-                for relay in pending:
-                    relay.pump()
-
-    def _project(
-        self, index: int, layer: Layer, hidden_TD: Tensor, rope: RopeTables, kept: Kept | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return own queries q_TNK and rows_TY as pages hold them, after storing those that stay here."""
-        if kept is not None and kept.rows is None:
-            return project_and_store(layer, hidden_TD, rope, self._pool, index, kept.slots)
-        projected = layer.project(hidden_TD, rope)
-        stored_TY = self._pool.stored(projected.rows_TW)
-        if kept is not None:
-            self._pool.write_stored(index, kept.slots, kept.of(stored_TY))
-        return projected.q_TNK, stored_TY
+    def _resumed(self, request: RankRequest, chunk: ring_pb2.RingChunk) -> ChunkWork:
+        work, request.paused = request.paused, None
+        assert work is not None, f"no chunk of {request.key} is paused here"
+        assert work.tokens == span_from_pb(chunk.tokens), f"{work.tokens} are paused, not {chunk.tokens}"
+        return work
 
     def _close(self, key: str, *, abort: bool) -> None:
         request = self._requests[key]
         request.closing = True
         request.relay = None  # nothing more leaves; a hand-off that was sealed ends by itself
+        request.paused = None
         if abort and request.writer is not None:
             request.writer.abort("the prefill node ended this request")
 
     def _report(self, step_id: int, ran: _Ran) -> ring_pb2.RankReport:
         report = ring_pb2.RankReport(
             step_id=step_id,
-            rank=self._ring.rank,
-            stopped=ran.stopped,
+            rank=self._rank,
+            stopped=ran.leave is Leave.STOP,
+            layers_left=ran.layers_left if ran.leave is Leave.PAUSE else None,
             prompt_logprobs=map(prompt_logprobs_to_pb, ran.prompt_logprobs),
         )
         for request in list(self._requests.values()):

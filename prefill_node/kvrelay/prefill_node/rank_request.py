@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvrelay.prefill_node.chunk_work import ChunkWork
 from kvrelay.prefill_node.late_relay import LateRelay
 from kvrelay.prefill_node.relay import PartWriter, Relay
 from kvrelay.prefill_node.ring_plan import PageTable
@@ -48,6 +49,7 @@ class RankRequest:
     settled_told: bool = False
     closing: bool = False
     last_chunk: int = 0  # as the device's queue counts them
+    paused: ChunkWork | None = None  # that was left between two layers
 
 
 class Fetcher(Protocol):

@@ -22,7 +22,7 @@ from kvrelay.kernels.merge import merge_in_place
 from kvrelay.kernels.mla_prefill import Problem, attend_block, slows_when_long
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.transformer import Layer
-from kvrelay.prefill_node.group import Header, RingGroup
+from kvrelay.prefill_node.group import Header, Leave, RingGroup
 from kvrelay.prefill_node.ring_plan import Pair
 
 # Longer calls are cut where that makes them faster.
@@ -65,20 +65,20 @@ class Ring:
 
     def attend(
         self, layer: Layer, q_TNK: Tensor | None, own_TY: Tensor, laps: Sequence[Lap], *, header: Header, scale: float
-    ) -> tuple[Partial, bool]:
-        """Return attention of the own queries over everything they may see, and whether the ring was told to stop.
+    ) -> tuple[Partial, Leave]:
+        """Return attention of the own queries over everything they may see, and what rank 0 says in this layer.
 
         Args:
             q_TNK: None when this rank has no row in the chunk; it takes part in the rotation all the same.
             own_TY: this rank's rows of the chunk, as the pool stores them.
-            header: sent along with the first lap; rank 0's flag reaches every rank in that lap, so on a stop all
-                ranks leave here, at the same layer, and the result is incomplete.
+            header: sent along with the first lap; rank 0's word reaches every rank in that lap, so all ranks leave at
+                the same layer. On a stop they do so here, and the result is incomplete.
         Raises:
             RingError: another rank is at another step or layer.
         """
         # A ring of one attends a pair in each lap, which is cut only when it is long.
         merged = Partial(q_TNK, in_fp32=self.size > 1 or len(laps) > 2 or len(own_TY) > BLOCK_TOKENS)
-        stop = header.stop if self.rank == 0 else False
+        leave = header.leave if self.rank == 0 else Leave.NO
         for lap in laps:
             chunk_lap = lap.own_slots is None
             block_BY = own_TY if lap.own_slots is None else self._pool.read_stored(header.layer, lap.own_slots)
@@ -97,10 +97,11 @@ class Ring:
                 if exchange is not None:
                     passing = _checked(exchange.wait(), header)
                     block_BY = incoming_BY
-                    stop |= passing.stop and (source - 1) % self.size == 0
-            if stop:
+                    if chunk_lap and (source - 1) % self.size == 0:
+                        leave = passing.leave
+            if leave is Leave.STOP:
                 break
-        return merged, stop
+        return merged, leave
 
     def _attend_pairs(
         self, layer: Layer, block_BY: Tensor, pairs: Sequence[Pair], merged: Partial, scale: float

@@ -45,6 +45,12 @@ class PrefillSettings(NodeSettings):
     )
     start_timeout_s: float = Field(600.0, gt=0, description="time for all ranks to load the model")
     max_queued_requests: int = Field(256, ge=1, description="requests that wait or run; more are refused")
+    give_way_ms: float = Field(
+        20.0,
+        ge=0,
+        description="a chunk is paused between layers for a prompt with much less to compute, when it would else delay"
+        " it by this at least; 0 = never",
+    )
     prefix_wait_s: float = Field(
         60.0, ge=0, description="longest wait for a prefix that another request is computing here"
     )

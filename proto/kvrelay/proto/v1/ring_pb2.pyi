@@ -227,12 +227,15 @@ class RingChunk(_message.Message):
     NEW_PAGES_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
     NEXT_ID_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     packed_ids: _builtins.bytes
     """The chunk's token ids, little-endian uint32."""
     is_last: _builtins.bool
     next_id: _builtins.int
     """The token behind the chunk; unset in the last chunk."""
+    resumes: _builtins.bool
+    """The chunk is paused on every rank and goes on where it was left; the ranks have its ids and pages."""
     @_builtins.property
     def tokens(self) -> _handoff_pb2.TokenRange: ...
     @_builtins.property
@@ -248,10 +251,11 @@ class RingChunk(_message.Message):
         new_pages: _abc.Iterable[Global___OwnedRun] | None = ...,
         is_last: _builtins.bool = ...,
         next_id: _builtins.int | None = ...,
+        resumes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_next_id", b"_next_id", "next_id", b"next_id", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_id", b"_next_id", "is_last", b"is_last", "new_pages", b"new_pages", "next_id", b"next_id", "packed_ids", b"packed_ids", "request_id", b"request_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_id", b"_next_id", "is_last", b"is_last", "new_pages", b"new_pages", "next_id", b"next_id", "packed_ids", b"packed_ids", "request_id", b"request_id", "resumes", b"resumes", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__next_id: _TypeAlias = _typing.Literal["next_id"]  # noqa: Y015
     _WhichOneofArgType__next_id: _TypeAlias = _typing.Literal["_next_id", b"_next_id"]  # noqa: Y015
@@ -469,10 +473,13 @@ class RankReport(_message.Message):
     FILLS_QUARANTINED_FIELD_NUMBER: _builtins.int
     FILLS_FREE_FIELD_NUMBER: _builtins.int
     COPIED_FIELD_NUMBER: _builtins.int
+    LAYERS_LEFT_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     rank: _builtins.int
     stopped: _builtins.bool
-    """The step was left early, at the same layer on every rank."""
+    """The step was left early, at the same layer on every rank, and what was computed of its chunk is lost."""
+    layers_left: _builtins.int
+    """The step was left early, and this many layers of its chunk are still to be computed, as many on every rank."""
     @_builtins.property
     def drained(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Requests of this rank that hold no write in flight any more and are closed."""
@@ -526,11 +533,14 @@ class RankReport(_message.Message):
         fills_quarantined: _abc.Iterable[_builtins.str] | None = ...,
         fills_free: _abc.Iterable[_builtins.str] | None = ...,
         copied: _abc.Iterable[_builtins.int] | None = ...,
+        layers_left: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_layers_left", b"_layers_left", "layers_left", b"layers_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied", "counters", b"counters", "drained", b"drained", "failed", b"failed", "fills_failed", b"fills_failed", "fills_free", b"fills_free", "fills_landed", b"fills_landed", "fills_quarantined", b"fills_quarantined", "prompt_logprobs", b"prompt_logprobs", "rank", b"rank", "step_id", b"step_id", "stopped", b"stopped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_layers_left", b"_layers_left", "copied", b"copied", "counters", b"counters", "drained", b"drained", "failed", b"failed", "fills_failed", b"fills_failed", "fills_free", b"fills_free", "fills_landed", b"fills_landed", "fills_quarantined", b"fills_quarantined", "layers_left", b"layers_left", "prompt_logprobs", b"prompt_logprobs", "rank", b"rank", "step_id", b"step_id", "stopped", b"stopped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__layers_left: _TypeAlias = _typing.Literal["layers_left"]  # noqa: Y015
+    _WhichOneofArgType__layers_left: _TypeAlias = _typing.Literal["_layers_left", b"_layers_left"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__layers_left) -> _WhichOneofReturnType__layers_left | None: ...
 
 Global___RankReport: _TypeAlias = RankReport  # noqa: Y015
