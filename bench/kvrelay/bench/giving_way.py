@@ -76,7 +76,7 @@ class Bench:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._model = random_model(self._config, device, dtype)
         layout = self._model.layout(block_tokens=BLOCK_TOKENS)
-        self._num_pages = layout.pages_for(options.prompt) + layout.pages_for(options.short)
+        self._num_pages = layout.pages_for(options.prompt) + 4 * layout.pages_for(options.short)
         self._pool = LatentPool(layout, self._num_pages, device)
         self._settings = load(PrefillSettings, ["--model", "-"], prog="kvrelay bench giving-way")
         self._num_asked = 0
