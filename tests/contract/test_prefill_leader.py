@@ -15,6 +15,7 @@ from kvrelay.core.types import Counters, Sampling
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.checkpoint import load_model
 from kvrelay.prefill_node.chunk_plan import ChunkPlanner
+from kvrelay.prefill_node.group import Leave
 from kvrelay.prefill_node.job_events import FirstToken, JobEvent
 from kvrelay.prefill_node.jobs import Job
 from kvrelay.prefill_node.leader import Leader
@@ -79,3 +80,49 @@ def test_a_hand_off_that_is_stuck_does_not_keep_the_step_thread_busy(monkeypatch
     thread.join(30)
     assert (leader.load.closing_jobs, leader.load.free_pages) == (0, 64)
     assert bound == ["step"]  # it took its device before anything else
+
+
+@NEEDS_RECORDING
+def test_short_prompts_are_answered_before_the_long_one_s_chunk_is_over_and_do_not_starve_it() -> None:
+    model = load_model(FOLDER / MODEL, dtype="float32", device=torch.device("cpu"))
+    case = Case(FOLDER / MODEL, tuple(np.arange(2000) % 250), chunk_tokens=2000)
+    pool, counters = a_pool(model), Counters()
+    planner = ChunkPlanner(rank=0, ring_size=1, align_tokens=1, ring_block_tokens=4096, device=pool.device)
+    ring, writer = Ring(None, pool, counters), RecordingWriter(pool)
+    worker = RankWorker(model, pool, ring, open_writer=lambda _: writer, planner=planner, counters=counters)
+    leader = Leader(
+        a_control(case, 1), worker, None, token_bytes=1, on_cache=lambda _: None, counters=counters, give_way_s=0.001
+    )
+    answered: list[str] = []
+    over = threading.Event()
+
+    def ask(name: str, tokens: int, *, and_again: bool) -> None:
+        def sink(event: JobEvent) -> None:
+            if isinstance(event, FirstToken):
+                answered.append(name)
+                if name == "long":
+                    over.set()
+                elif and_again and not over.is_set():
+                    ask(f"{name} again", tokens, and_again=True)
+
+        ids = np.arange(tokens, dtype=np.int32) % 250
+        leader.submit(Job(a_ref(), ids, Sampling(max_tokens=2)), sink)
+
+    told = leader._watch.ask
+
+    def first_layer(layer: int, num_layers: int) -> Leave:
+        leader._watch.ask = told  # type: ignore[method-assign]
+        ask("short", 20, and_again=True)
+        return told(layer, num_layers)
+
+    leader._watch.ask = first_layer  # type: ignore[method-assign]
+    ask("long", 2000, and_again=False)
+    thread = threading.Thread(target=leader.run, name="step", daemon=True)
+    thread.start()
+
+    assert over.wait(60)
+    leader.shut_down()
+    thread.join(30)
+    pauses = counters.values["chunk_pauses_total"]
+    assert 2 <= pauses < len(model.layers)  # each time the long one has computed a layer
+    assert pauses <= answered.index("long") <= 4 * pauses  # of four turns one is the long one's

@@ -93,3 +93,29 @@ def test_a_cpu_has_no_queue_and_numbers_stay_where_they_are() -> None:
     assert DeviceQueue.of(cpu) is None
     numbers = np.arange(5)
     assert to_device(numbers, cpu).data_ptr() == numbers.ctypes.data
+
+
+def test_the_time_of_a_chunk_in_parts_is_that_of_its_parts() -> None:
+    stream = Stream()
+    stream.queue.begin()
+    _, part = stream.queue.end(None)
+    stream.launch(CHUNKS[1])
+    stream.queue.begin()
+    stream.queue.end(CHUNKS[0], earlier=[part])
+    stream.reached = stream.recorded
+
+    assert stream.queue.take_timed() == [TimedChunk(CHUNKS[1], 1.0), TimedChunk(CHUNKS[0], 2.0)]
+
+
+def test_of_long_layers_one_computes_and_one_is_queued_behind_it() -> None:
+    stream = Stream()
+    for _ in range(2):
+        stream.queue.await_layers()
+        stream.queue.launched_layer()
+    assert stream.waited == []
+
+    for _ in range(2):
+        stream.queue.await_layers()
+        stream.queue.launched_layer()
+
+    assert stream.waited == [1, 2]
