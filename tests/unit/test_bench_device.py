@@ -46,6 +46,14 @@ def test_the_predicted_memory_of_a_million_tokens_is_within_a_twentieth_of_the_r
     assert predicted.total / 2**30 == pytest.approx(recorded["measured_gib"], rel=0.05)
 
 
+def test_a_paused_chunk_keeps_its_hidden_states_and_rope_tables() -> None:
+    none, two = (
+        memory.predict(V2_LITE, pool_bytes=0, chunk_tokens=1000, number_bytes=2, paused_chunks=paused)
+        for paused in (0, 2)
+    )
+    assert two.temporaries - none.temporaries == 2 * 1000 * (2048 * 2 + 2 * 64 * 4)
+
+
 def test_routers_of_zeros_send_all_tokens_to_the_same_experts() -> None:
     model = random_model(TINY, torch.device("cpu"), torch.float32, same_experts=True)
 

@@ -107,15 +107,14 @@ def test_the_time_of_a_chunk_in_parts_is_that_of_its_parts() -> None:
     assert stream.queue.take_timed() == [TimedChunk(CHUNKS[1], 1.0), TimedChunk(CHUNKS[0], 2.0)]
 
 
-def test_of_long_layers_one_computes_and_one_is_queued_behind_it() -> None:
+def test_a_long_layer_is_launched_once_the_device_is_behind_the_attention_of_the_one_before() -> None:
     stream = Stream()
-    for _ in range(2):
-        stream.queue.await_layers()
-        stream.queue.launched_layer()
-    assert stream.waited == []
+    for layer in range(3):
+        stream.queue.await_layer()
+        assert stream.waited == list(range(1, layer + 1))
+        stream.queue.attended()
 
-    for _ in range(2):
-        stream.queue.await_layers()
-        stream.queue.launched_layer()
+    stream.queue.await_layer()
+    stream.queue.await_layer()  # of a layer that is not long nothing is known
 
-    assert stream.waited == [1, 2]
+    assert stream.waited == [1, 2, 3]

@@ -140,11 +140,14 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
 
 
 def _of_chunk(bench: Bench, options: argparse.Namespace, chunk_tokens: int) -> dict[str, Any]:
-    """Return the figures of one length of chunks; what is alone is asked twice, the first time to warm up."""
+    """Return the figures of one length of chunks; the long one alone is asked twice, the first time to warm up."""
     ways = {
         name: bench.leader(chunk_tokens=chunk_tokens, give_way_s=give_way_s)
         for name, give_way_s in (("goes_on", 0.0), ("gives_way", options.give_way_ms / 1e3))
     }
+    for leader, _ in ways.values():  # until it knows what chunks cost
+        while leader.chunk_times.fitted is None:
+            bench.ask(leader, options.short).wait()
     first, _ = ways["goes_on"]
     short, long = (
         [bench.ask(first, tokens).wait() for _ in range(2)][-1] for tokens in (options.short, options.prompt)

@@ -44,8 +44,14 @@ class Prediction:
         return self.weights + self.pool + self.temporaries
 
 
-def predict(config: ModelConfig, *, pool_bytes: int, chunk_tokens: int, number_bytes: int) -> Prediction:
-    """Return what a GPU will hold at the peak of a prefill in chunks of `chunk_tokens`."""
+def predict(
+    config: ModelConfig, *, pool_bytes: int, chunk_tokens: int, number_bytes: int, paused_chunks: int = 0
+) -> Prediction:
+    """Return what a GPU will hold at the peak of a prefill in chunks of `chunk_tokens`.
+
+    Args:
+        paused_chunks: others of as many tokens that keep their hidden states and rope tables meanwhile.
+    """
     heads, row_width = config.num_heads, config.kv_lora_rank + config.rope_width
     expanded = heads * (config.key_width + config.value_width)
     # A layer keeps its input, its first product, its rows, and the result of its attention.
@@ -55,7 +61,13 @@ def predict(config: ModelConfig, *, pool_bytes: int, chunk_tokens: int, number_b
     # While earlier rows are attended: their keys and values, and what comes of them, which may be put together.
     partial = chunk_tokens * heads * (2 * config.value_width * number_bytes + _FP32)
     attention = PREFIX_BLOCK_TOKENS["cuda"] * expanded * number_bytes + partial
-    temporaries = kept_bytes + block_bytes + max(attention, _feed_forward_bytes(config, chunk_tokens, number_bytes))
+    paused_bytes = paused_chunks * chunk_tokens * (config.hidden_size * number_bytes + 2 * config.rope_width * _FP32)
+    temporaries = (
+        paused_bytes
+        + kept_bytes
+        + block_bytes
+        + max(attention, _feed_forward_bytes(config, chunk_tokens, number_bytes))
+    )
     return Prediction(loaded_bytes(config, number_bytes, device_type="cuda"), pool_bytes, temporaries)
 
 
@@ -74,7 +86,12 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print the figures and write the result file when asked to."""
     if not torch.cuda.is_available():
         raise SettingsError("this bench measures the memory of a CUDA device, and there is none")
-    result = measure(SHAPES[options.shape], prompt_tokens=options.prompt_tokens, chunk_tokens=options.chunk_tokens)
+    result = measure(
+        SHAPES[options.shape],
+        prompt_tokens=options.prompt_tokens,
+        chunk_tokens=options.chunk_tokens,
+        paused_chunks=options.paused_chunks,
+    )
     print(json.dumps(result, indent=1))
     if options.out:
         name = short_name(torch.device("cuda"))
@@ -83,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 @torch.inference_mode()
-def measure(config: ModelConfig, *, prompt_tokens: int, chunk_tokens: int) -> dict[str, Any]:
+def measure(config: ModelConfig, *, prompt_tokens: int, chunk_tokens: int, paused_chunks: int) -> dict[str, Any]:
     device = torch.device("cuda", torch.cuda.current_device())
     before = torch.cuda.memory_allocated(device)
     model = random_model(config, device, torch.bfloat16)
@@ -93,11 +110,18 @@ def measure(config: ModelConfig, *, prompt_tokens: int, chunk_tokens: int) -> di
         pool.layer(layer).normal_()
     slots = torch.randperm(pool.num_pages, device=device)[:, None] * 64 + torch.arange(64, device=device)
     slots = slots.flatten()[:prompt_tokens]
-    predicted = predict(config, pool_bytes=pool.num_bytes, chunk_tokens=chunk_tokens, number_bytes=2)
+    predicted = predict(
+        config, pool_bytes=pool.num_bytes, chunk_tokens=chunk_tokens, number_bytes=2, paused_chunks=paused_chunks
+    )
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     last = (prompt_tokens - 1) // chunk_tokens * chunk_tokens
+    paused = [
+        (torch.empty(chunk_tokens, config.hidden_size, dtype=torch.bfloat16, device=device),
+         torch.empty(chunk_tokens, 2 * config.rope_width, device=device))
+        for _ in range(paused_chunks)
+    ]  # fmt: skip
     seconds = []
     for start in (0, last):
         ids = torch.randint(config.vocab_size, (min(chunk_tokens, prompt_tokens - start),), device=device)
@@ -108,6 +132,7 @@ def measure(config: ModelConfig, *, prompt_tokens: int, chunk_tokens: int) -> di
 
         seconds.append(timed_s(chunk, device))
     measured = torch.cuda.max_memory_allocated(device) - before
+    del paused
     return {
         "prompt_tokens": prompt_tokens, "chunk_tokens": chunk_tokens, "chunks_run": "first and last",
         "predicted_gib": round(predicted.total / 2**30, 3), "measured_gib": round(measured / 2**30, 3),

@@ -30,6 +30,8 @@ def add_device_benches(kinds: Any) -> None:
     memory = kinds.add_parser("memory", help="peak of device memory in a long prefill, predicted and measured")
     memory.add_argument("--prompt-tokens", type=positive, default=1_000_000, metavar="N", help="length of the prompt")
     memory.add_argument("--chunk-tokens", type=positive, default=32_768, metavar="N", help="tokens per prefill chunk")
+    memory.add_argument("--paused-chunks", type=positive, default=0, metavar="N",
+                        help="others that keep what they have computed; a node pauses two at most")  # fmt: skip
     _add_common(memory, "memory")
     kernels = kinds.add_parser("kernels", help="kernels of a GPU over what it can do and over the kernels of others")
     kernels.add_argument("--repetitions", type=positive, default=15, metavar="N", help="timed runs per figure")

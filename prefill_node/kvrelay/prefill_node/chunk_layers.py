@@ -85,10 +85,9 @@ class ChunkLayers:
             NO: `work.hidden_TD` is the last layer's output. PAUSE: `work` stands before `work.next_layer`. STOP: it is
             good for nothing.
         """
-        is_long = len(work.plan.positions_T) >= _LONG_LAYER_TOKENS
         for index in range(work.next_layer, self.num_layers):
-            if self._queue is not None and is_long:
-                self._queue.await_layers()
+            if self._queue is not None:
+                self._queue.await_layer()
             leave = ask(index, self.num_layers) if self._ring.rank == 0 else Leave.NO
             if leave is not Leave.NO and self._ring.size == 1:
                 return leave
@@ -97,8 +96,6 @@ class ChunkLayers:
                 return leave
             work.next_layer = index + 1
             self._relays.pump_pushes(pushes)
-            if self._queue is not None and is_long:
-                self._queue.launched_layer()
             self._counters.add("layers")
             if leave is Leave.PAUSE:
                 return leave
@@ -120,6 +117,8 @@ class ChunkLayers:
         )
         if leave is Leave.STOP:
             return leave
+        if self._queue is not None and len(plan.positions_T) >= _LONG_LAYER_TOKENS:
+            self._queue.attended()
         self._relays.send_late(request, index, plan.late)
         if work.rope is not None:
             work.hidden_TD = layer.finish(work.hidden_TD, attended.out_TNV.to(work.hidden_TD.dtype))

@@ -1,5 +1,5 @@
 """How far the step thread runs ahead of a GPU: while one chunk computes, the next one is queued behind it; of a chunk
-whose layers are long, only the next layer.
+whose layers are long, only the next layer, and that while the device is at the feed-forward of the one before.
 
 Nothing between two chunks or layers then leaves the device idle. Further ahead it must not run: a request that is given
 up, or that shall give way, would go on for as long, and the times of chunks would be learned late.
@@ -20,7 +20,6 @@ from torch import Tensor
 from kvrelay.core.shard import Span
 
 _MOST_UNFINISHED = 1  # chunks in front of the one that is launched
-_MOST_LAYERS = 1  # long layers in front of the one that is launched
 
 
 class Event(Protocol):
@@ -69,7 +68,7 @@ class DeviceQueue:
     def __init__(self, new_event: Callable[[], Event]) -> None:
         self._new_event = new_event
         self._unfinished: deque[_Launched] = deque()
-        self._layers: deque[Event] = deque()  # ends of long layers that are not known to be over
+        self._attended: Event | None = None  # the last long layer has got so far
         self._timed: list[TimedChunk] = []
         self._num_launched = 0
         self._began: Event | None = None
@@ -90,16 +89,16 @@ class DeviceQueue:
         self._began = self._new_event()
         self._began.record()
 
-    def await_layers(self) -> None:
+    def await_layer(self) -> None:
         """Wait until the next long layer may be launched."""
-        while len(self._layers) > _MOST_LAYERS:
-            self._layers.popleft().synchronize()
+        if self._attended is not None:
+            self._attended.synchronize()
+            self._attended = None
 
-    def launched_layer(self) -> None:
-        """Note that a long layer's work has been launched."""
-        ended = self._new_event()
-        ended.record()
-        self._layers.append(ended)
+    def attended(self) -> None:
+        """Note that a long layer's attention has been launched, and what comes behind it has not."""
+        self._attended = self._new_event()
+        self._attended.record()
 
     def end(self, tokens: Span | None, *, earlier: Sequence[Part] = ()) -> tuple[int, Part]:
         """Note that all that is launched of the chunk for now has been; return its number, for `has_ended`, and it.

@@ -13,7 +13,8 @@ from kvrelay.core.errors import SettingsError
 from kvrelay.core.settings import NodeSettings
 
 # On one H200 with DeepSeek-V2-Lite's shape and FlashAttention-4, 128K tokens took 4.50 s in chunks of 32K and 4.37 s in
-# one, but then a prompt that comes meanwhile waits until all are through (with cuDNN: 5.23 s, and 5.48 in one).
+# one (with cuDNN: as long). But in one a layer takes four times as long, for which a prompt that comes meanwhile waits,
+# and the temporaries of a chunk are 3 GiB more, which smaller devices have no room for beside their pools.
 _CPU_CHUNK_TOKENS, _GPU_CHUNK_TOKENS = 1024, 32_768
 _CPU_BLOCK_TOKENS, _GPU_BLOCK_TOKENS = 4096, 131_072
 

@@ -29,7 +29,7 @@ from faults.lab.workload import SPEC, golden, prompt
 CLIENTS = 4
 REQUEST_S = 45.0
 SETTLE_S = 60.0
-NUM_PROMPTS, LONGEST, OUTPUT = 60, 900, (1, 2, 8, 24, 60)
+NUM_PROMPTS, LONGEST, SHORT, OUTPUT = 60, 900, 50, (1, 2, 8, 24, 60)
 Strike = Callable[[Fleet, random.Random], None]
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 # Statuses that a client may meet while nodes die; anything else is a wrong answer.
@@ -50,6 +50,7 @@ class Result:
     faults: Counter[str] = field(default_factory=Counter)
     fetched: dict[str, int] = field(default_factory=dict)  # prompt tokens, by node, since each last began to run
     loaded_blocks: dict[str, int] = field(default_factory=dict)  # from host memory, the same
+    pauses: dict[str, int] = field(default_factory=dict)  # of chunks for shorter prompts, the same
     worst_outcome_s: float = 0.0  # from a fault to the end of a request that it met
 
     @property
@@ -60,6 +61,11 @@ class Result:
         """Return the result as JSON can say it; of what went wrong only how often."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: len(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def length_of(which: int) -> int:
+    """Return the length of a prompt: a third of them are so short that chunks give way to them."""
+    return random.Random(which).randrange(1, LONGEST if which % 3 else SHORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ class Plan:
     @classmethod
     def draw(cls, dice: random.Random) -> Plan:
         which = dice.randrange(NUM_PROMPTS)
-        length = random.Random(which).randrange(1, LONGEST)
+        length = length_of(which)
         cancel = dice.random() * 0.5 if dice.random() < 0.15 else None
         return cls(which, length, dice.choice(OUTPUT), cancel)
 
@@ -269,17 +275,21 @@ def main() -> int:
         "--host-tier", action="store_true", help="give prefill nodes small pools, and host memory for what these let go"
     )
     options = parser.parse_args()
-    environ = {"KVRELAY_PREFILL_PULL_TIMEOUT_S": "0" if options.no_pulls else "10"}
+    environ = {
+        "KVRELAY_PREFILL_PULL_TIMEOUT_S": "0" if options.no_pulls else "10",
+        "KVRELAY_PREFILL_GIVE_WAY_MS": "0.001",  # these chunks take milliseconds
+    }
     if options.host_tier:
         environ |= {"KVRELAY_PREFILL_HOST_CACHE_GIB": "0.02", "KVRELAY_PREFILL_POOL_PAGES": "60"}
-    spec = replace(SPEC, environ=environ)
+    spec = replace(SPEC, chunk_tokens=512, environ=environ)
     result, began = Result(options.seed, options.minutes), conditions.now()
     sys.stdout.write(f"soak: seed {options.seed}, {options.minutes:g} minutes\n")
     for which in range(NUM_PROMPTS):
-        golden(which, random.Random(which).randrange(1, LONGEST), max(OUTPUT))
+        golden(which, length_of(which), max(OUTPUT))
     with running(spec) as fleet:
         Soak(fleet, result).run(options.minutes)
         result.fetched = _counted(fleet, "pulled_tokens_total")
+        result.pauses = _counted(fleet, "chunk_pauses_total")
         result.loaded_blocks = _counted(fleet, "host_loaded_blocks_total")
         logs = "" if result.good else fleet.logs()
     text = json.dumps({**began, **result.shown()}, indent=1) + "\n"
