@@ -21,12 +21,19 @@ void multiply_values(float (&d)[128], const u32* a, u64 b, bool add) {
   });
 }
 
+// Blocks run one after the other here, so that none shares with another.
+#define CLUSTER 1
+void copy_box_to_both(void*, const TensorMap&, int, int, u64*) { fail("no clusters here"); }
+void arrive_in(int, u64*) { fail("no clusters here"); }
+int block_in_cluster() { return 0; }
+void cluster_sync() { fail("no clusters here"); }
+
 #include "heads.cu"
 
 bool is_left_out(int id) { return left_out == id; }
 bool says_full(u64* barrier) {
   Shared& shared = *(Shared*)memory;
-  return barrier < shared.empty[0] || barrier >= shared.weights;
+  return barrier < shared.empty[0] || barrier >= shared.weights && barrier != &shared.queries_empty;
 }
 void report_race(size_t, bool one_is_a_copy) { fail(one_is_a_copy ? "a race of a copy" : "a race"); }
 

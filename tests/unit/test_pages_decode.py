@@ -22,6 +22,12 @@ Launch = Callable[[Arguments, int, int, int, int, bool], bytes | None]
 WHOLE = 0  # the kernel with all of its barriers
 
 
+def tensor_map(rows: Tensor) -> ctypes.Array[ctypes.c_ubyte]:
+    """Return what wgmma_on_host.h has in place of a driver's description."""
+    words = torch.tensor([rows.data_ptr(), *rows.shape, *[0] * 13])
+    return nvrtc.TensorMap.from_buffer_copy(words.numpy().tobytes())
+
+
 class Built:
     """A kernel and its source compiled for the host."""
 
@@ -42,9 +48,9 @@ class Built:
         self, q: Tensor, pool: Tensor, plan: PagedPlan, into: Results, *, parts: int, without: int, exact: bool
     ) -> bytes | None:
         """Return what went wrong, or None."""
-        words = [pool.data_ptr(), pool.shape[0] * PAGE, LATENT + ROPE, *[0] * 13]  # as wgmma_on_host.h has them
         args = Arguments(
-            rows=nvrtc.TensorMap.from_buffer_copy(torch.tensor(words).numpy().tobytes()),
+            rows=tensor_map(pool.flatten(0, 1)),
+            queries=tensor_map(q.flatten(0, 1)),
             others=cuda_decode.Arguments.of(q, pool, plan, into, scale=SCALE, early=False),
         )
         blocks = -(-q.shape[1] // self.kernel.heads)
@@ -134,9 +140,10 @@ def test_what_the_kernel_is_run_without_is_missed(built: Built, without: int) ->
 
 
 @pytest.mark.skipif(nvrtc.nvrtc_refuses() is not None, reason=f"{nvrtc.nvrtc_refuses()}")
+@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
-def test_nvrtc_takes_the_source_and_nothing_is_spilled(kernel: PagesKernel) -> None:
-    image, log = nvrtc.compile_image(kernel.source, "sm_90a", {})
+def test_nvrtc_takes_the_source_and_nothing_is_spilled(kernel: PagesKernel, cluster: int) -> None:
+    image, log = nvrtc.compile_image(kernel.source, "sm_90a", {"CLUSTER": cluster})
 
     assert image.startswith(b"\x7fELF")
     assert "0 bytes spill stores, 0 bytes spill loads" in log

@@ -28,6 +28,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = (
         ("rows", nvrtc.TensorMap),
+        ("queries", nvrtc.TensorMap),
         ("others", cuda_decode.Arguments),
         ("padding", ctypes.c_ubyte * 40),  # to a multiple of 64 bytes
     )
@@ -41,6 +42,7 @@ class PagesKernel:
     heads: int  # of one block
     threads: int
     shared_bytes: int  # of a block
+    pairs: bool = False  # of blocks of the same part share what they copy
 
     @property
     def source(self) -> Path:
@@ -60,21 +62,24 @@ class PagesKernel:
         early = starts_early(q_BNW.device)  # in batches too: a block fills a processor, so that nothing waits beside it
         arguments = Arguments(
             rows=nvrtc.tensor_map(pool_PSW.data_ptr(), pool_PSW.shape[0] * pool_PSW.shape[1], row_width),
+            queries=nvrtc.tensor_map(q_BNW.data_ptr(), num_sequences * num_heads, row_width),
             others=cuda_decode.Arguments.of(q_BNW, pool_PSW, plan, into, scale=scale, early=early),
         )
-        _compiled(self, q_BNW.device).launch((head_blocks, parts), self.threads, arguments, starts_early=early)
+        cluster = 2 if self.pairs and head_blocks % 2 == 0 else 1
+        _compiled(self, q_BNW.device, cluster).launch((head_blocks, parts), self.threads, arguments, starts_early=early)
         triton_join.join(into.out_BNC, into.pieces_JNC, into.lse_JN, plan, parts=parts, early=early, tiles=PART_TILES)
         return into.out_BNC.to(dtype)
 
     def compile_refuses(self, device: torch.device) -> str | None:
         """Contract of `nvrtc.build_refuses`."""
-        return nvrtc.build_refuses(f"decode kernel for {self.heads} heads a block", lambda: _compiled(self, device))
+        return nvrtc.build_refuses(f"decode kernel for {self.heads} heads a block", lambda: _compiled(self, device, 1))
 
 
 @functools.cache
-def _compiled(kernel: PagesKernel, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.compile_kernel(kernel.source, "decode", {}, device=device, shared_bytes=kernel.shared_bytes)
+def _compiled(kernel: PagesKernel, device: torch.device, cluster: int) -> nvrtc.Kernel:
+    defines = {"CLUSTER": cluster}
+    return nvrtc.compile_kernel(kernel.source, "decode", defines, device=device, shared_bytes=kernel.shared_bytes)
 
 
 NARROW = PagesKernel("narrow.cu", heads=16, threads=192, shared_bytes=219_792)
-HEADS = PagesKernel("heads.cu", heads=64, threads=384, shared_bytes=222_288)
+HEADS = PagesKernel("heads.cu", heads=64, threads=384, shared_bytes=222_816, pairs=True)

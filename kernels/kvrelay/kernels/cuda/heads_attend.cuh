@@ -17,25 +17,14 @@ struct Attend {
   float top[2], sum[2];
   bool add;  // to what `out` has
 
-  __device__ void load_queries(int seq, int first_head) {
-    constexpr int CELLS = WIDTH / 8, AT_ONCE = 9;  // a thread's, on their way together
-    static_assert(HEADS * CELLS % (2 * GROUP * AT_ONCE) == 0);
-    const u16* from = args.q + ((u64)seq * args.num_heads + first_head) * WIDTH;
-#pragma unroll 1
-    for (int first = group * GROUP + warp * 32 + lane; first < HEADS * CELLS; first += 2 * GROUP * AT_ONCE) {
-      uint4 x[AT_ONCE];
+  // Takes the powers that scores of heads g and g + 8 are weighed under from here on; says what sums shrink by.
+  __device__ __forceinline__ void raise(const float (&now)[2], float (&shrink)[2]) {
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        int cell = first + 2 * GROUP * i, head = cell / CELLS;
-        x[i] = first_head + head < args.num_heads ? *(const uint4*)(from + 8 * cell) : uint4{0, 0, 0, 0};
-      }
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        int cell = first + 2 * GROUP * i, head = cell / CELLS, part = cell % CELLS;
-        *(uint4*)(shared.q[part / 8] + cell_at(head, part % 8)) = x[i];
-      }
+    for (int r = 0; r < 2; r++) {
+      shrink[r] = exp2_of(top[r] - now[r]);
+      top[r] = now[r];
+      sum[r] *= shrink[r];
     }
-    stores_before_copies();
   }
 
   __device__ __forceinline__ void shrink_by(const float (&shrink)[2]) {
@@ -57,7 +46,11 @@ struct Attend {
 
   __device__ __forceinline__ void release(int buffer) {
     __syncwarp();
-    if (lane == 0) arrive(&shared.empty[buffer][group]);
+    if constexpr (CLUSTER == 1) {
+      if (lane == 0) arrive(&shared.empty[buffer][group]);
+    } else {
+      if (lane < CLUSTER) arrive_in(lane, &shared.empty[buffer][group]);
+    }
   }
 
   // Starts the scores of a page of this group's.
@@ -86,15 +79,13 @@ struct Attend {
     const int buffer = 1 - group;
     wait(&shared.weights[buffer], parity);
     wait(&shared.full[buffer][group], parity);  // have come, which makes them visible here too
-    float shrink[2];
+    float now[2], shrink[2];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float now = shared.tops[buffer][16 * warp + g + 8 * r];
-      shrink[r] = exp2_of(top[r] - now);
-      top[r] = now;
-      sum[r] *= shrink[r];
+    for (int r = 0; r < 2; r++) now[r] = shared.tops[buffer][16 * warp + g + 8 * r];
+    if (__any_sync(~0u, now[0] != top[0] || now[1] != top[1])) {
+      raise(now, shrink);
+      shrink_by(shrink);
     }
-    shrink_by(shrink);
     if (high < PAGE) clear_rows(buffer, high);
     const u64 weights = along_rows(shared.rows[buffer][ROPE]), values = across_rows(shared.rows[buffer][group * HALF]);
     hold(out);
@@ -131,7 +122,7 @@ struct Attend {
         if (row < low || row >= high) s[i] = -infinite();
       }
     }
-    float shrink[2];
+    float now[2], shrink[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float best = s[2 * r];
@@ -140,12 +131,10 @@ struct Attend {
         if (i / 2 % 2 == r) best = fmaxf(best, s[i]);
       best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
       best = fmaxf(best, __shfl_xor_sync(~0u, best, 2)) * args.scale_log2;
-      float now = best > top[r] + SLACK ? best : top[r];
-      shrink[r] = exp2_of(top[r] - now);
-      top[r] = now;
-      sum[r] *= shrink[r];
-      if (t == 0) shared.tops[group][16 * warp + g + 8 * r] = now;
+      now[r] = best > top[r] + SLACK ? best : top[r];
+      if (t == 0) shared.tops[group][16 * warp + g + 8 * r] = now[r];
     }
+    raise(now, shrink);
     u32 weights[16];
 #pragma unroll
     for (int i = 0; i < 16; i++) {
@@ -176,18 +165,18 @@ struct Attend {
     add = true;
   }
 
-  __device__ void store(const Walk& walk, int first_head, int part) {
+  __device__ void store(const Walk& walk, int first_head, int part, int sequence) {
+    float(&sums)[2][HEADS] = shared.sums[sequence % 2];
     float total[2];  // of both groups' pages
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
       sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
-      if (t == 0) shared.sums[group][16 * warp + g + 8 * r] = sum[r];
+      if (t == 0) sums[group][16 * warp + g + 8 * r] = sum[r];
     }
     barrier_sync(BOTH_GROUPS, 2 * GROUP);
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-      total[r] = shared.sums[0][16 * warp + g + 8 * r] + shared.sums[1][16 * warp + g + 8 * r];
+    for (int r = 0; r < 2; r++) total[r] = sums[0][16 * warp + g + 8 * r] + sums[1][16 * warp + g + 8 * r];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       int head = first_head + 16 * warp + g + 8 * r;
@@ -214,14 +203,13 @@ __device__ __forceinline__ void run_attend(const Args& args, Shared& shared, Wal
                                            int warp, int lane) {
   Attend<group> attend{args, shared, warp, lane, lane / 4, lane % 4};
   int turn = 0;
-  while (walk.tile < walk.end) {
+  for (int sequence = 0; walk.tile < walk.end; sequence++) {
     walk.open(args);
-    attend.load_queries(walk.seq, first_head);
-    barrier_sync(BOTH_GROUPS, 2 * GROUP);
 #pragma unroll
     for (int r = 0; r < 2; r++) attend.top[r] = -infinite(), attend.sum[r] = 0;
     attend.add = false;
     bool behind = false;
+    wait(&shared.queries_full, sequence & 1);
 #pragma unroll 1
     for (; walk.tile < walk.stop; turn++) {
       const u32 parity = turn / 2 & 1;
@@ -240,6 +228,8 @@ __device__ __forceinline__ void run_attend(const Args& args, Shared& shared, Wal
         attend.end_other();
       }
     }
-    attend.store(walk, first_head, part);
+    __syncwarp();
+    if (lane == 0) arrive(&shared.queries_empty);
+    attend.store(walk, first_head, part, sequence);
   }
 }

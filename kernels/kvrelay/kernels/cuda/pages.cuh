@@ -15,7 +15,8 @@ constexpr int GROUP = 128;     // threads of a warpgroup
 constexpr float SLACK = 8;
 
 struct Args {
-  TensorMap rows;  // the layer as [rows, WIDTH], in boxes of 64 x 64
+  TensorMap rows;     // the layer as [rows, WIDTH], in boxes of 64 x 64
+  TensorMap queries;  // the same of all sequences' heads
   const u16* q;
   const u8* pool;
   const int* table;

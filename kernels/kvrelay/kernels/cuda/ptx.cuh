@@ -73,6 +73,35 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap& tensor, int 
       : "memory");
 }
 
+// The same into both blocks of a cluster of two; each one's own barrier counts its bytes.
+__device__ __forceinline__ void copy_box_to_both(void* to, const TensorMap& tensor, int column, int row, u64* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(&tensor), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"((u16)3)
+      : "memory");
+}
+
+// At the same barrier of a block of this cluster.
+__device__ __forceinline__ void arrive_in(int block, u64* barrier) {
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
+      "r"(block)
+      : "memory");
+}
+
+__device__ __forceinline__ int block_in_cluster() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Of all threads of a cluster that have not ended.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // The same for numbers that nobody reads again soon.
 __device__ __forceinline__ void copy_box_once(void* to, const TensorMap& tensor, int column, int row, u64* barrier) {
   asm volatile(
