@@ -72,7 +72,11 @@ class PagesKernel:
 
     def compile_refuses(self, device: torch.device) -> str | None:
         """Contract of `nvrtc.build_refuses`."""
-        return nvrtc.build_refuses(f"decode kernel for {self.heads} heads a block", lambda: _compiled(self, device, 1))
+        clusters = (1, 2) if self.pairs else (1,)
+        return nvrtc.build_refuses(
+            f"decode kernel for {self.heads} heads a block",
+            lambda: [_compiled(self, device, size) for size in clusters],
+        )
 
 
 @functools.cache
