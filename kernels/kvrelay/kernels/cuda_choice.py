@@ -1,7 +1,7 @@
 """Whether the CUDA C++ decode kernels can run here: one over 8-bit rows, and two over bf16 rows.
 
 Of those, one is for few heads and one for many. Batch and length do not matter: with 16 heads the one for few is faster
-everywhere, than Triton's and FlashMLA's too but for one tie. One H200, times over its own, by batch x tokens:
+than Triton's and FlashMLA's, or as fast in large batches of long contexts. H200, times over its own, by batch x tokens:
 
                1x8K  1x128K  8x4K  8x32K  32x4K  32x32K  64x4K  64x16K  64x32K  64x128K
     Triton     1.12    1.08  1.17   1.10   1.24    1.01   1.11    1.03    1.00     1.03
