@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrelay.core.errors import CapacityError
+from kvrelay.core.errors import CapacityError, NoKernelError
 from kvrelay.kernels import mla_decode, quant, reference
+from kvrelay.kernels.dispatch import choose
 from kvrelay.kernels.mla_decode import DecodePlan, MlaDecode, Problem
 from kvrelay.kernels.paged_plan import PagedPlan
 
@@ -82,16 +83,18 @@ def a_batch(
 
 
 def the_kernel(name: str, batch: Batch) -> MlaDecode:
-    heads, width = batch.q.shape[1:]
-    return taken(name, Problem(DEVICE.type, batch.pool.dtype, heads, batch.latent, width, batch.pool.shape[1]))
+    sequences, heads, width = batch.q.shape
+    return taken(
+        name, Problem(DEVICE.type, batch.pool.dtype, heads, batch.latent, width, sequences, batch.pool.shape[1])
+    )
 
 
 def taken(name: str, problem: Problem) -> MlaDecode:
     """Return a backend's kernel for a problem, or skip the test where it refuses that."""
-    backend = next(backend for backend in mla_decode.BACKENDS if backend.name == name)
-    if (why := backend.refuses(problem)) is not None:
-        pytest.skip(why)
-    return backend.load()
+    try:
+        return choose("mla_decode", mla_decode.BACKENDS, problem, name).load()
+    except NoKernelError as err:
+        pytest.skip(str(err))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -130,7 +133,7 @@ def test_a_step_that_is_planned_from_tables_runs_on_the_chosen_kernel() -> None:
 def test_the_real_shapes_equal_the_reference(name: str, heads: int, lengths: list[int]) -> None:
     if name == "flashmla" and 0 in lengths:
         pytest.skip("what it gives where there is no sequence is not asked for")
-    kernel = taken(name, Problem(DEVICE.type, torch.bfloat16, heads, 512, 576, 64))
+    kernel = taken(name, Problem(DEVICE.type, torch.bfloat16, heads, 512, 576, len(lengths)))
     batch = a_batch(lengths, torch.bfloat16, heads=heads, latent=512, rope=64, page=64)
     batch.q.mul_(0.3)  # scores of a spread like those of a model
 

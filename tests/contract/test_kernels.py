@@ -27,7 +27,7 @@ def prefill_backends() -> list[str]:
 
 
 def decode_backends() -> list[str]:
-    problem = mla_decode.Problem("cpu", torch.float32, 4, 32, 40)
+    problem = mla_decode.Problem("cpu", torch.float32, 4, 32, 40, 1)
     return [backend.name for backend in mla_decode.BACKENDS if backend.refuses(problem) is None]
 
 
@@ -127,7 +127,7 @@ def a_batch(lengths: list[int], dtype: torch.dtype, *, heads: int = 4) -> tuple[
 def test_a_decode_step_equals_the_reference(name: str, lengths: list[int], dtype: torch.dtype) -> None:
     q, pool, tables = a_batch(lengths, dtype)
     plan = DecodePlan.make(tables, lengths, page_tokens=PAGE, device=CPU)
-    kernel = mla_decode.kernel_for(mla_decode.Problem("cpu", dtype, 4, 32, 40), name)
+    kernel = mla_decode.kernel_for(mla_decode.Problem("cpu", dtype, 4, 32, 40, len(lengths)), name)
 
     out = kernel(q, pool, plan, scale=0.2, latent_width=32)
 

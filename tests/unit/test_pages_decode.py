@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import cuda_on_host
-from kvrelay.kernels import cuda_choice, cuda_decode, nvrtc, reference
+from kvrelay.kernels import cuda_choice, cuda_decode, flashmla, mla_decode, nvrtc, reference
 from kvrelay.kernels.cuda_decode import Results
+from kvrelay.kernels.dispatch import choose
 from kvrelay.kernels.paged_plan import PagedPlan
 from kvrelay.kernels.pages_decode import HEADS, NARROW, PART_TILES, Arguments, PagesKernel
 
@@ -180,3 +181,42 @@ def test_the_heads_say_which_kernel_runs(monkeypatch: pytest.MonkeyPatch, heads:
     }
 
     assert [name for name, why in refusals.items() if why is None] == [taken_by]
+
+
+@pytest.mark.parametrize(
+    ("heads", "sequences", "chosen"),
+    [
+        (16, 1, "narrow"),
+        (16, 64, "narrow"),
+        (64, 1, "heads"),
+        (64, 64, "heads"),
+        (128, 8, "heads"),
+        (128, 31, "heads"),
+        (128, 32, "flashmla"),
+        (192, 64, "flashmla"),
+        (96, 64, "heads"),  # which FlashMLA does not take
+    ],
+)
+def test_heads_and_batch_say_which_kernel_runs_where_all_can(
+    monkeypatch: pytest.MonkeyPatch, heads: int, sequences: int, chosen: str
+) -> None:
+    monkeypatch.setattr(cuda_choice, "_compiler_refuses", lambda _: None)
+    monkeypatch.setattr(PagesKernel, "compile_refuses", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(flashmla, "import_refuses", lambda *_: None)
+    problem = mla_decode.Problem("cuda", torch.bfloat16, heads, LATENT, LATENT + ROPE, sequences)
+
+    assert choose("mla_decode", mla_decode.BACKENDS, problem).name == chosen
+
+
+@pytest.mark.parametrize(("installed", "chosen"), [(True, "flashmla"), (False, "triton")])
+def test_others_run_where_ours_cannot_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, chosen: str
+) -> None:
+    monkeypatch.setattr(cuda_choice, "_compiler_refuses", lambda _: "no compiler")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(flashmla, "import_refuses", lambda *_: None if installed else "not installed")
+    problem = mla_decode.Problem("cuda", torch.bfloat16, 64, LATENT, LATENT + ROPE, 8)
+
+    assert choose("mla_decode", mla_decode.BACKENDS, problem).name == chosen

@@ -90,7 +90,9 @@ def chosen_backend(case: Case, layer_PSW: Tensor) -> Backend[mla_decode.Problem,
 
 
 def _problem(case: Case, layer_PSW: Tensor) -> mla_decode.Problem:
-    return mla_decode.Problem("cuda", layer_PSW.dtype, case.heads, LATENT, LATENT + ROPE, layer_PSW.shape[1])
+    return mla_decode.Problem(
+        "cuda", layer_PSW.dtype, case.heads, LATENT, LATENT + ROPE, case.batch, layer_PSW.shape[1]
+    )
 
 
 def against_flashmla(case: Case, device: torch.device, *, copy_bytes_per_s: float, repetitions: int) -> dict[str, Any]:

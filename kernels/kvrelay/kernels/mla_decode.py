@@ -19,7 +19,7 @@ from torch import Tensor
 from kvrelay.kernels import quant
 from kvrelay.kernels.cuda_choice import cuda_decode_refuses, heads_decode_refuses, narrow_decode_refuses
 from kvrelay.kernels.dispatch import Backend, choose
-from kvrelay.kernels.flashmla import Attend, flashmla_refuses, load_flashmla
+from kvrelay.kernels.flashmla import Attend, flashmla_is_slower, flashmla_refuses, load_flashmla
 from kvrelay.kernels.merge import merge_partials
 from kvrelay.kernels.paged_plan import PagedPlan
 from kvrelay.kernels.triton_support import triton_refuses
@@ -169,6 +169,7 @@ class Problem:
     num_heads: int
     latent_width: int  # C
     row_width: int  # W
+    num_sequences: int  # of a step; what is recorded for a batch size serves all lengths
     page_tokens: int = 64
 
 
@@ -184,10 +185,11 @@ def mla_decode(q_BNW: Tensor, pool_PSW: Tensor, plan: DecodePlan, *, scale: floa
     Returns:
         out_BNC in the dtype of `q_BNW`, accumulated in fp32, still in latent space.
     """
-    num_heads, row_width = q_BNW.shape[1:]
-    kernel = kernel_for(
-        Problem(q_BNW.device.type, pool_PSW.dtype, num_heads, latent_width, row_width, pool_PSW.shape[1])
+    num_sequences, num_heads, row_width = q_BNW.shape
+    problem = Problem(
+        q_BNW.device.type, pool_PSW.dtype, num_heads, latent_width, row_width, num_sequences, pool_PSW.shape[1]
     )
+    kernel = kernel_for(problem)
     return kernel(q_BNW, pool_PSW, plan, scale=scale, latent_width=latent_width)
 
 
@@ -256,22 +258,16 @@ def _load_cuda() -> MlaDecode:
     return _of_paged(cuda_decode.decode)
 
 
-def _narrow_refuses(problem: Problem) -> str | None:
-    return narrow_decode_refuses(
-        problem.device, problem.dtype, problem.num_heads, problem.latent_width, problem.row_width, problem.page_tokens
-    )
+def _shape(problem: Problem) -> tuple[str, torch.dtype, int, int, int, int]:
+    """Return what kernels over bf16 rows are asked about."""
+    heads, latent_width, row_width = problem.num_heads, problem.latent_width, problem.row_width
+    return problem.device, problem.dtype, heads, latent_width, row_width, problem.page_tokens
 
 
 def _load_narrow() -> MlaDecode:
     from kvrelay.kernels import pages_decode  # noqa: PLC0415 - optional
 
     return _of_paged(pages_decode.NARROW.decode)
-
-
-def _heads_refuses(problem: Problem) -> str | None:
-    return heads_decode_refuses(
-        problem.device, problem.dtype, problem.num_heads, problem.latent_width, problem.row_width, problem.page_tokens
-    )
 
 
 def _load_heads() -> MlaDecode:
@@ -281,9 +277,11 @@ def _load_heads() -> MlaDecode:
 
 
 def _flashmla_refuses(problem: Problem) -> str | None:
-    return flashmla_refuses(
-        problem.device, problem.dtype, problem.num_heads, problem.latent_width, problem.row_width, problem.page_tokens
-    )
+    return flashmla_refuses(*_shape(problem))
+
+
+def _flashmla_refuses_or_is_slower(problem: Problem) -> str | None:
+    return flashmla_is_slower(problem.num_heads, problem.num_sequences) or _flashmla_refuses(problem)
 
 
 def _load_flashmla() -> MlaDecode:
@@ -301,10 +299,11 @@ def _of_paged(attend: Attend) -> MlaDecode:
 
 
 BACKENDS: tuple[Backend[Problem, MlaDecode], ...] = (  # best first; the last never refuses
-    Backend("flashmla", _flashmla_refuses, _load_flashmla),
+    Backend("flashmla", _flashmla_refuses_or_is_slower, _load_flashmla),
     Backend("cuda", _cuda_refuses, _load_cuda),
-    Backend("narrow", _narrow_refuses, _load_narrow),
-    Backend("heads", _heads_refuses, _load_heads),
+    Backend("narrow", lambda problem: narrow_decode_refuses(*_shape(problem)), _load_narrow),
+    Backend("heads", lambda problem: heads_decode_refuses(*_shape(problem)), _load_heads),
+    Backend("flashmla", _flashmla_refuses, _load_flashmla),  # where ours cannot be compiled
     Backend("triton", _triton_refuses, _load_triton),
     Backend("torch", lambda _: None, lambda: _gathered),
 )
