@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,10 @@ from kvrelay.router.attempt import Background, Shared
 from kvrelay.router.leases import LeaseKeeper
 from kvrelay.router.orchestrate import Event, Job, Orchestrator, TokensEvent
 from kvrelay.router.peers import Node, Placed
+from kvrelay.router.prepared import Prepared
 from kvrelay.router.timesplit import RequestTimer
 from played_decode import WithoutHandoffs
+from played_prepared import WithPreparedCalls
 
 MAX_BYTES = 1 << 20
 ANSWER = [11, 12, 13, 14, 15, 16]
@@ -40,7 +42,7 @@ def a_token(token_id: int) -> common_pb2.SampledToken:
 
 
 @dataclass
-class PlayedPrefill(prefill_pb2_grpc.PrefillNodeServicer):
+class PlayedPrefill(WithPreparedCalls):
     """Answers with the token that follows what was sent so far; `fail`, `hang` and others change that."""
 
     fail: Callable[[], ServeError] | None = None
@@ -173,6 +175,7 @@ class PlayedNode:
     ring_size: int = 1
     layout_fingerprint: bytes = b"layout"
     takes_late_tickets: bool = False
+    takes_prepared_calls: bool = False
 
 
 @dataclass
@@ -188,6 +191,7 @@ class Stage:
     begun: int = 0
     placed: int = 0
     put_aside: list[Incarnation] = field(default_factory=list)
+    is_prepared: ClassVar[bool] = False  # calls to the prefill nodes are open before there are requests
 
     async def place(
         self,
@@ -219,6 +223,7 @@ class Stage:
 class Channels:
     stage: Stage
     channels: dict[str, aio.Channel] = field(default_factory=dict)
+    waiting: dict[str, Prepared] = field(default_factory=dict)
 
     def _channel(self, node: Node) -> aio.Channel:
         return self.channels.setdefault(node.endpoint, connect(node.endpoint, max_message_bytes=MAX_BYTES))
@@ -228,6 +233,9 @@ class Channels:
 
     def decode(self, node: Node) -> decode_pb2_grpc.DecodeNodeAsyncStub:
         return decode_pb2_grpc.DecodeNodeStub(self._channel(node))
+
+    def prepared(self, node: Node) -> Prepared:
+        return self.waiting.setdefault(node.endpoint, Prepared(self.prefill(node)))
 
     def put_aside(self, node: Incarnation, reason: str) -> None:
         self.stage.put_aside.append(node)
@@ -247,11 +255,14 @@ async def playing(stage: Stage, *, lease_s: float = 60.0) -> AsyncIterator[Orche
         server = await serve(listen="127.0.0.1:0", add_services=add, services=[], max_message_bytes=MAX_BYTES)
         servers.append(server)
         nodes = stage.prefill_nodes if isinstance(servicer, PlayedPrefill) else stage.decode_nodes
-        nodes.append(PlayedNode(Incarnation(f"node-{index}", index), server.endpoint))
+        name = Incarnation(f"node-{index}", index)
+        nodes.append(PlayedNode(name, server.endpoint, takes_prepared_calls=stage.is_prepared))
     me = Incarnation.new("router")
     leases = LeaseKeeper(me, lease_s=lease_s, max_message_bytes=MAX_BYTES)
     leases.start()
     background, channels = Background(), Channels(stage)
+    for node in stage.prefill_nodes if stage.is_prepared else ():
+        channels.prepared(node).prepare()
     try:
         yield Orchestrator(Shared(me, channels, leases, background), stage, max_retries=2)
         await background.wait()

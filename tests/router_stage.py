@@ -37,6 +37,7 @@ from kvrelay.proto.v1 import (
 from kvrelay.router.app import Router
 from kvrelay.router.settings import RouterSettings
 from played_decode import WithoutHandoffs
+from played_prepared import WithPreparedCalls
 
 MAX_BYTES = 8 << 20
 TEXT = "One two three four five"  # what the nodes answer, one byte per token
@@ -72,7 +73,7 @@ class Played:
 
 
 @dataclass
-class PlayedPrefill(Played, prefill_pb2_grpc.PrefillNodeServicer):
+class PlayedPrefill(Played, WithPreparedCalls):
     silent_s: float = 0.0
     calls: list[prefill_pb2.PrefillRequest] = field(default_factory=list)
 
@@ -191,7 +192,7 @@ async def playing(
     fleet = Incarnation.new("f")
     registry = NodeRegistry(index.url, f"f{fleet.start_id}")
     records = [
-        _record("prefill", fleet_pb2.NODE_ROLE_PREFILL, servers[0].endpoint),
+        _record("prefill", fleet_pb2.NODE_ROLE_PREFILL, servers[0].endpoint, takes_prepared_calls=True),
         _record("decode", fleet_pb2.NODE_ROLE_DECODE, servers[1].endpoint, layout_fingerprint=decode_layout),
     ]
     for record in records:

@@ -223,20 +223,20 @@ class Client:
     def __init__(self, node: NodeProcess, *, tls: Tls | None = None) -> None:
         self.node = node
         self._channel = connect(node.endpoint, max_message_bytes=32 << 20, tls=tls)
-        self.stub = prefill_pb2_grpc.PrefillNodeStub(self._channel)
+        self.stub: prefill_pb2_grpc.PrefillNodeAsyncStub = prefill_pb2_grpc.PrefillNodeStub(self._channel)
         self.blocks = blocks_pb2_grpc.BlockSourceStub(self._channel)
 
     async def close(self) -> None:
         await self._channel.close()
 
-    def prefill(
+    def request(
         self,
         ref: common_pb2.RequestRef,
         prompt: Sequence[int],
         *,
         ticket: handoff_pb2.Ticket | None = None,
         **changes: Any,
-    ) -> aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent]:
+    ) -> prefill_pb2.PrefillRequest:
         fields: dict[str, Any] = {
             "request": ref,
             "holder": incarnation_to_pb(HOLDER),
@@ -248,8 +248,13 @@ class Client:
         request = prefill_pb2.PrefillRequest(**(fields | changes))
         if ticket is not None:
             request.ticket.CopyFrom(ticket)
-        call: aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent] = self.stub.Prefill(request)
-        return call
+        return request
+
+    def prefill(
+        self, ref: common_pb2.RequestRef, prompt: Sequence[int], **changes: Any
+    ) -> aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent]:
+        """`changes` are those of `request`."""
+        return self.stub.Prefill(self.request(ref, prompt, **changes))
 
     async def stats(self) -> common_pb2.NodeStats:
         stats: common_pb2.NodeStats = await self.stub.Stats(common_pb2.StatsRequest())

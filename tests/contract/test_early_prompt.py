@@ -27,6 +27,11 @@ from kvrelay.router.timesplit import RequestTimer
 from orchestrate_stage import ANSWER, PlayedDecode, PlayedPrefill, Stage, a_job, playing, run, tokens_of
 
 
+@pytest.fixture(params=[False, True], ids=["called", "prepared"], autouse=True)
+def _ways_to_call_prefill(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stage, "is_prepared", request.param)
+
+
 @dataclass
 class PatientDecode(PlayedDecode):
     """Makes room once something has happened."""

@@ -24,6 +24,11 @@ from kvrelay.router.timesplit import RequestTimer
 from orchestrate_stage import ANSWER, PlayedDecode, PlayedPrefill, Stage, a_job, playing, run, tokens_of
 
 
+@pytest.fixture(params=[False, True], ids=["called", "prepared"], autouse=True)
+def _ways_to_call_prefill(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stage, "is_prepared", request.param)
+
+
 async def test_the_first_token_comes_from_prefill_and_the_rest_from_decode() -> None:
     stage = Stage([PlayedPrefill()], [PlayedDecode()])
     async with playing(stage) as orchestrator:

@@ -10,7 +10,7 @@ from kvrelay.core.layout import PageLayout
 from kvrelay.core.sampling_limits import check_sampling
 from kvrelay.core.types import Incarnation
 from kvrelay.prefill_node.jobs import Job
-from kvrelay.proto.convert import check_request_id, incarnation_from_pb, sampling_from_pb, unpack_ids
+from kvrelay.proto.convert import check_request_id, incarnation_from_pb, sampling_from_pb, view_ids
 from kvrelay.proto.v1 import common_pb2, handoff_pb2, prefill_pb2
 
 
@@ -46,11 +46,11 @@ async def job_of(request: prefill_pb2.PrefillRequest, facts: NodeFacts) -> Job:
     check_request_id(request.request.request_id)
     sampling = sampling_from_pb(request.sampling)
     check_sampling(sampling)
-    prompt_T = unpack_ids(request.packed_ids)
+    prompt_T = view_ids(request.packed_ids)  # bytes of our own: the message makes them when it is asked
     if not 0 < len(prompt_T) <= facts.max_model_len:
         raise InvalidRequestError(f"a prompt of {len(prompt_T)} tokens; 1 to {facts.max_model_len} are possible")
-    if int(prompt_T.max()) >= facts.vocab_size:
-        raise InvalidRequestError(f"token id {int(prompt_T.max())} is not below {facts.vocab_size}")
+    if (largest := int(prompt_T.max())) >= facts.vocab_size:
+        raise InvalidRequestError(f"token id {largest} is not below {facts.vocab_size}")
     if request.num_sent_tokens > len(prompt_T):
         raise InvalidRequestError(f"{request.num_sent_tokens} sent tokens in a prompt of {len(prompt_T)}")
     ticket = request.ticket if request.HasField("ticket") else None

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from grpc import aio
+
+from kvrelay.core import tracing
 from kvrelay.core.clock import monotonic
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.types import PromptLogprobs
 from kvrelay.prefill_node.fills import PullFrom
+from kvrelay.prefill_node.intake import NodeFacts
 from kvrelay.prefill_node.job_events import Done, Failed, FirstToken, JobEvent, Progress, Started
 from kvrelay.proto.convert import finish_to_pb, incarnation_from_pb, prompt_logprobs_to_pb, sampled_to_pb
 from kvrelay.proto.v1 import prefill_pb2
@@ -46,6 +52,21 @@ def event_to_pb(event: JobEvent, received_s: float, pulled_tokens: int) -> prefi
             return prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone(relayed_bytes=event.relayed_bytes))
         case Failed():
             raise event.error
+
+
+def limit_of(request: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any], facts: NodeFacts) -> float:
+    """Return the time that is left for a request: what it says itself, or else its call."""
+    if request.timeout_ms:
+        return request.timeout_ms / 1e3
+    remaining_s = context.time_remaining()
+    return facts.max_request_s if remaining_s is None else remaining_s
+
+
+def trace_of(request: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]) -> tracing.Trace | None:
+    """Return the place in a trace that a request comes from."""
+    if request.traceparent:
+        return tracing.Trace.parse(request.traceparent)
+    return tracing.incoming(context.invocation_metadata())
 
 
 def source_of(request: prefill_pb2.PrefillRequest) -> PullFrom | None:

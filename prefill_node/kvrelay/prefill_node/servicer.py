@@ -28,7 +28,8 @@ from kvrelay.prefill_node.jobs import Job, job_key
 from kvrelay.prefill_node.late_tickets import LateTickets
 from kvrelay.prefill_node.leader import Leader
 from kvrelay.prefill_node.leases import Leases
-from kvrelay.prefill_node.messages import event_to_pb, source_of
+from kvrelay.prefill_node.messages import event_to_pb, limit_of, source_of, trace_of
+from kvrelay.prefill_node.prepared_calls import PreparedCalls
 from kvrelay.prefill_node.puller import Puller
 from kvrelay.prefill_node.stats import node_stats
 from kvrelay.prefill_node.step_answer import answer_of
@@ -69,6 +70,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
         self._leases = leases
         self._counters = counters
         self._on_drain = on_drain
+        self._prepared = PreparedCalls()
         self._latest_attempt: OrderedDict[str, int] = OrderedDict()
         self._active: set[str] = set()
         self._pulls: dict[str, asyncio.Task[int]] = {}
@@ -78,24 +80,37 @@ class PrefillServicer(prefill_pb2_grpc.PrefillNodeServicer):
             fail=leader.fail,
         )
 
+    def refuse(self) -> None:
+        """Take no request any more."""
+        self.draining = True
+        self._prepared.end()
+
     @property
     def active_requests(self) -> int:
         return len(self._active)
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+    ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         async with grpc_status(context):
             source = source_of(request)
             job = await self._checked(request)
-            remaining_s = context.time_remaining()
-            limit_s = self._facts.max_request_s if remaining_s is None else remaining_s
+            limit_s, parent = limit_of(request, context, self._facts), trace_of(request, context)
             run = self._run(job, incarnation_from_pb(request.holder), Deadline.after(limit_s), source)
-            parent = tracing.incoming(context.invocation_metadata())
             with tracing.span("prefill", of=request.request.request_id, parent=parent):
                 async with aclosing(run) as events:  # a caller that goes away ends the job at once
                     async for event in events:
                         yield event
+
+    async def PreparedPrefill(
+        self, requests: AsyncIterator[prefill_pb2.PrefillRequest], context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        request = None if self.draining else await self._prepared.request(context)
+        if request is None:
+            return
+        async with aclosing(self.Prefill(request, context)) as events:
+            async for event in events:
+                yield event
 
     async def GiveTicket(
         self, request: prefill_pb2.GiveTicketRequest, context: aio.ServicerContext[Any, Any]

@@ -180,7 +180,7 @@ class PrefillServer:
         self._servicer.leaving = True
         self._registration.beat_now()
         await asyncio.sleep(self._settings.lame_duck_s)
-        self._servicer.draining = True
+        self._servicer.refuse()
         busy_until_s = self._loop.time()
         while self._loop.time() < busy_until_s + self._settings.fence_timeout_s + _STOP_GRACE_S:
             if not await answer_of(self._leader.call, _num_held) and not self.active_requests:
@@ -213,6 +213,7 @@ class PrefillServer:
             await asyncio.to_thread(self._metrics.stop)
         await asyncio.to_thread(self._registration.stop)
         await self._published.stop()
+        self._servicer.refuse()
         await self._server.stop(_STOP_GRACE_S)
 
     def _links(self) -> dict[str, LinkState]:
@@ -247,6 +248,7 @@ class PrefillServer:
             queued_tokens=load.queued_tokens,
             pulls=self._pulls is not None,
             takes_late_tickets=self._facts.takes_late_tickets,
+            takes_prepared_calls=True,
             chunk_tokens=settings.chunk_tokens_on(self._loaded.device.type),
             host_pages=rank_host_pages(settings, self._loaded),
             host_token_s=host_token_s(self._leader, layout),

@@ -22,6 +22,7 @@ from kvrelay.proto.v1 import common_pb2, decode_pb2, handoff_pb2, prefill_pb2
 from kvrelay.router.leases import LeaseKeeper, Peer
 from kvrelay.router.legs import LegFailedError, LegMessage, Legs, why_failed
 from kvrelay.router.peers import Node, Peers, Placed, PullFrom
+from kvrelay.router.prepared import PrefillCall, PromptCall
 
 ABORT_TIMEOUT_S = 1.0
 SETTLE_TIMEOUT_S = 5.0  # for prefill to say its last word after decode has finished
@@ -159,6 +160,8 @@ class Attempt:
             self._giving = asyncio.create_task(self._give_ticket())
         elif not self.is_local:
             self._start_prefill()  # the first token waits for it; decode has nothing to say before
+        if self._placed.prefill.takes_prepared_calls and Role.PREFILL in self._begun:
+            self._shared.peers.prepared(self._placed.prefill).prepare()  # for the next request
         if self._placed.decode is not None and self._ticket is not None:
             decode = self._shared.peers.decode(self._placed.decode)
             request = decode_pb2.DecodeRequest(request=self._ref, epoch=self._ticket.epoch)
@@ -167,26 +170,28 @@ class Attempt:
 
     def _start_prefill(self, *, ticket_follows: bool = False) -> None:
         node = self._placed.prefill
-        prefill = self._shared.peers.prefill(node)
         self._begun.add(Role.PREFILL)
-        call = prefill.Prefill(
-            prefill_pb2.PrefillRequest(
-                request=self._ref,
-                holder=convert.incarnation_to_pb(self._shared.me),
-                node=convert.incarnation_to_pb(node.incarnation),
-                packed_ids=self._packed,
-                sampling=self._sampling,
-                ticket=self._ticket,
-                num_sent_tokens=self.num_sent,
-                prefix_seed=self._placed.prefix_seed,
-                pull_from=_pull_to_pb(self._placed.pull_from),
-                ticket_follows=ticket_follows,
-            ),
-            timeout=self._deadline.remaining_s(),
-            metadata=tracing.outgoing(),
+        request = prefill_pb2.PrefillRequest(
+            request=self._ref,
+            holder=convert.incarnation_to_pb(self._shared.me),
+            node=convert.incarnation_to_pb(node.incarnation),
+            packed_ids=self._packed,
+            sampling=self._sampling,
+            ticket=self._ticket,
+            num_sent_tokens=self.num_sent,
+            prefix_seed=self._placed.prefix_seed,
+            pull_from=_pull_to_pb(self._placed.pull_from),
+            ticket_follows=ticket_follows,
         )
+
+        def call() -> PrefillCall:
+            prefill = self._shared.peers.prefill(node)
+            return prefill.Prefill(request, timeout=self._deadline.remaining_s(), metadata=tracing.outgoing())
+
+        open_call = self._shared.peers.prepared(node).take() if node.takes_prepared_calls else None
+        leg = call() if open_call is None else PromptCall(open_call, request, deadline=self._deadline, anew=call)
         self._hold(Role.PREFILL, node)
-        self._legs.start(Role.PREFILL, call)
+        self._legs.start(Role.PREFILL, leg)
 
     async def _give_ticket(self) -> None:
         node = self._placed.prefill

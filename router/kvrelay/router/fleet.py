@@ -23,6 +23,7 @@ from kvrelay.proto.v1 import decode_pb2_grpc, fleet_pb2, prefill_pb2_grpc
 from kvrelay.router.cost import DEFAULT_COST, NodeCost, published_cost
 from kvrelay.router.peers import Node
 from kvrelay.router.placement import Service
+from kvrelay.router.prepared import Prepared
 from kvrelay.router.usual import NO_LINKS, UsualLinks, with_usual_costs
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class NodeView:
     host_token_s: float = 0.0  # to load a token from a prefill node's host memory; 0 = not measured
     pulls: bool = False  # a prefill node that can fetch cached blocks from other nodes
     takes_late_tickets: bool = False  # a prefill node that begins a prompt before its ticket is there
+    takes_prepared_calls: bool = False  # a prefill node to which a call may be open before there is a request
     chunk_tokens: int = 0  # most prompt tokens of one step of a prefill node; 0 = not said
     latent_format: str = ""  # empty = not said
 
@@ -94,6 +96,7 @@ def view_of(record: fleet_pb2.NodeRecord, usual_links: UsualLinks = NO_LINKS) ->
         host_token_s=record.host_token_s,
         pulls=record.pulls,
         takes_late_tickets=record.takes_late_tickets,
+        takes_prepared_calls=record.takes_prepared_calls,
         links={link.peer: usual_links.believed_s(link) for link in record.links if link.token_s > 0.0},
         other_link_s=record.other_link_token_s,
         chunk_tokens=record.chunk_tokens,
@@ -109,10 +112,12 @@ class _Line:
     channel: aio.Channel
     prefill: prefill_pb2_grpc.PrefillNodeAsyncStub
     decode: decode_pb2_grpc.DecodeNodeAsyncStub
+    prepared: Prepared
 
     @classmethod
     def over(cls, channel: aio.Channel) -> _Line:
-        return cls(channel, prefill_pb2_grpc.PrefillNodeStub(channel), decode_pb2_grpc.DecodeNodeStub(channel))
+        prefill: prefill_pb2_grpc.PrefillNodeAsyncStub = prefill_pb2_grpc.PrefillNodeStub(channel)
+        return cls(channel, prefill, decode_pb2_grpc.DecodeNodeStub(channel), Prepared(prefill))
 
 
 class FleetView:
@@ -209,6 +214,9 @@ class FleetView:
     def prefill(self, node: Node) -> prefill_pb2_grpc.PrefillNodeAsyncStub:
         return self._line(node.endpoint).prefill
 
+    def prepared(self, node: Node) -> Prepared:
+        return self._line(node.endpoint).prepared
+
     def decode(self, node: Node) -> decode_pb2_grpc.DecodeNodeAsyncStub:
         return self._line(node.endpoint).decode
 
@@ -269,7 +277,9 @@ class FleetView:
         self._aside_until_s = {name: until for name, until in self._aside_until_s.items() if name in self._nodes}
         in_use = {node.endpoint for node in nodes}
         for endpoint in [endpoint for endpoint in self._lines if endpoint not in in_use]:
-            self._retired.append((self._clock() + self._retire_s, self._lines.pop(endpoint).channel))
+            line = self._lines.pop(endpoint)
+            line.prepared.close()
+            self._retired.append((self._clock() + self._retire_s, line.channel))
         self._on_change()
 
     def _note_changes(self, nodes: dict[Incarnation, NodeView]) -> None:

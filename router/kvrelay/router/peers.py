@@ -13,6 +13,7 @@ from kvrelay.core.types import Incarnation
 from kvrelay.index.reader import Confidence
 from kvrelay.proto.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from kvrelay.router.admission import Terms
+from kvrelay.router.prepared import Prepared
 
 
 class Node(Protocol):
@@ -28,6 +29,8 @@ class Node(Protocol):
     def layout_fingerprint(self) -> bytes: ...
     @property
     def takes_late_tickets(self) -> bool: ...
+    @property
+    def takes_prepared_calls(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,10 @@ class Peers(Protocol):
 
     def prefill(self, node: Node) -> prefill_pb2_grpc.PrefillNodeAsyncStub: ...
     def decode(self, node: Node) -> decode_pb2_grpc.DecodeNodeAsyncStub: ...
+    def prepared(self, node: Node) -> Prepared:
+        """Return where a call to a prefill node may wait that takes such calls."""
+        ...
+
     def put_aside(self, node: Incarnation, reason: str) -> None:
         """Place nothing on a node for a few seconds: it failed a call."""
         ...

@@ -70,6 +70,7 @@ class NodeRecord(_message.Message):
     HOST_TOKEN_S_FIELD_NUMBER: _builtins.int
     LATENT_FORMAT_FIELD_NUMBER: _builtins.int
     TAKES_LATE_TICKETS_FIELD_NUMBER: _builtins.int
+    TAKES_PREPARED_CALLS_FIELD_NUMBER: _builtins.int
     role: Global___NodeRole.ValueType
     endpoint: _builtins.str
     """host:port of its gRPC server."""
@@ -107,6 +108,8 @@ class NodeRecord(_message.Message):
     """Of the latent rows in its pages: model (in dtype) or fp8. Empty = not said."""
     takes_late_tickets: _builtins.bool
     """A prefill node that begins a prompt before its ticket is there."""
+    takes_prepared_calls: _builtins.bool
+    """A prefill node that has PreparedPrefill."""
     @_builtins.property
     def node(self) -> _common_pb2.Incarnation: ...
     @_builtins.property
@@ -149,10 +152,11 @@ class NodeRecord(_message.Message):
         host_token_s: _builtins.float = ...,
         latent_format: _builtins.str = ...,
         takes_late_tickets: _builtins.bool = ...,
+        takes_prepared_calls: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "block_tokens", b"block_tokens", "chunk_tokens", b"chunk_tokens", "cost", b"cost", "draining", b"draining", "dtype", b"dtype", "endpoint", b"endpoint", "free_pages", b"free_pages", "host_pages", b"host_pages", "host_token_s", b"host_token_s", "latent_format", b"latent_format", "layout_fingerprint", b"layout_fingerprint", "links", b"links", "local_tokens", b"local_tokens", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_id", b"model_id", "node", b"node", "other_link_token_s", b"other_link_token_s", "page_tokens", b"page_tokens", "pulls", b"pulls", "queued_tokens", b"queued_tokens", "ring_size", b"ring_size", "role", b"role", "takes_late_tickets", b"takes_late_tickets", "total_pages", b"total_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "block_tokens", b"block_tokens", "chunk_tokens", b"chunk_tokens", "cost", b"cost", "draining", b"draining", "dtype", b"dtype", "endpoint", b"endpoint", "free_pages", b"free_pages", "host_pages", b"host_pages", "host_token_s", b"host_token_s", "latent_format", b"latent_format", "layout_fingerprint", b"layout_fingerprint", "links", b"links", "local_tokens", b"local_tokens", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_id", b"model_id", "node", b"node", "other_link_token_s", b"other_link_token_s", "page_tokens", b"page_tokens", "pulls", b"pulls", "queued_tokens", b"queued_tokens", "ring_size", b"ring_size", "role", b"role", "takes_late_tickets", b"takes_late_tickets", "takes_prepared_calls", b"takes_prepared_calls", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ from kvrelay.proto.v1 import common_pb2 as kvrelay_dot_proto_dot_v1_dot_common__
 from kvrelay.proto.v1 import handoff_pb2 as kvrelay_dot_proto_dot_v1_dot_handoff__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvrelay/proto/v1/prefill.proto\x12\nkvrelay.v1\x1a\x1dkvrelay/proto/v1/common.proto\x1a\x1ekvrelay/proto/v1/handoff.proto\"\xd8\x02\n\x0ePrefillRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.RequestRef\x12\'\n\x06holder\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12%\n\x04node\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x12\n\npacked_ids\x18\x04 \x01(\x0c\x12&\n\x08sampling\x18\x05 \x01(\x0b\x32\x14.kvrelay.v1.Sampling\x12\"\n\x06ticket\x18\x06 \x01(\x0b\x32\x12.kvrelay.v1.Ticket\x12\x17\n\x0fnum_sent_tokens\x18\x07 \x01(\r\x12\x13\n\x0bprefix_seed\x18\x08 \x01(\x0c\x12\'\n\tpull_from\x18\t \x01(\x0b\x32\x14.kvrelay.v1.PullFrom\x12\x16\n\x0eticket_follows\x18\n \x01(\x08\"7\n\x11GiveTicketRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvrelay.v1.Ticket\"\x11\n\x0fGiveTicketReply\"f\n\x08PullFrom\x12%\n\x04node\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x11\n\tring_size\x18\x04 \x01(\r\"\x86\x02\n\x0cPrefillEvent\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.kvrelay.v1.PrefillStartedH\x00\x12/\n\x08progress\x18\x02 \x01(\x0b\x32\x1b.kvrelay.v1.PrefillProgressH\x00\x12-\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.FirstTokenH\x00\x12\'\n\x04\x64one\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.PrefillDoneH\x00\x12\x35\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"P\n\x0ePrefillStarted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x15\n\rpulled_tokens\x18\x03 \x01(\r\"+\n\x0fPrefillProgress\x12\x18\n\x10prefilled_tokens\x18\x01 \x01(\r\"\x8e\x01\n\nFirstToken\x12\'\n\x05token\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.SampledToken\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x12\n\ncompute_ms\x18\x04 \x01(\x01\"$\n\x0bPrefillDone\x12\x15\n\rrelayed_bytes\x18\x01 \x01(\x04\x32\x85\x03\n\x0bPrefillNode\x12\x41\n\x07Prefill\x12\x1a.kvrelay.v1.PrefillRequest\x1a\x18.kvrelay.v1.PrefillEvent0\x01\x12H\n\nGiveTicket\x12\x1d.kvrelay.v1.GiveTicketRequest\x1a\x1b.kvrelay.v1.GiveTicketReply\x12\x39\n\x05\x41\x62ort\x12\x18.kvrelay.v1.AbortRequest\x1a\x16.kvrelay.v1.AbortReply\x12\x39\n\x05Renew\x12\x18.kvrelay.v1.RenewRequest\x1a\x16.kvrelay.v1.RenewReply\x12\x39\n\x05\x44rain\x12\x18.kvrelay.v1.DrainRequest\x1a\x16.kvrelay.v1.DrainReply\x12\x38\n\x05Stats\x12\x18.kvrelay.v1.StatsRequest\x1a\x15.kvrelay.v1.NodeStatsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvrelay/proto/v1/prefill.proto\x12\nkvrelay.v1\x1a\x1dkvrelay/proto/v1/common.proto\x1a\x1ekvrelay/proto/v1/handoff.proto\"\x81\x03\n\x0ePrefillRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.RequestRef\x12\'\n\x06holder\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12%\n\x04node\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x12\n\npacked_ids\x18\x04 \x01(\x0c\x12&\n\x08sampling\x18\x05 \x01(\x0b\x32\x14.kvrelay.v1.Sampling\x12\"\n\x06ticket\x18\x06 \x01(\x0b\x32\x12.kvrelay.v1.Ticket\x12\x17\n\x0fnum_sent_tokens\x18\x07 \x01(\r\x12\x13\n\x0bprefix_seed\x18\x08 \x01(\x0c\x12\'\n\tpull_from\x18\t \x01(\x0b\x32\x14.kvrelay.v1.PullFrom\x12\x16\n\x0eticket_follows\x18\n \x01(\x08\x12\x12\n\ntimeout_ms\x18\x0b \x01(\r\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\"7\n\x11GiveTicketRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvrelay.v1.Ticket\"\x11\n\x0fGiveTicketReply\"f\n\x08PullFrom\x12%\n\x04node\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.Incarnation\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x11\n\tring_size\x18\x04 \x01(\r\"\x86\x02\n\x0cPrefillEvent\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.kvrelay.v1.PrefillStartedH\x00\x12/\n\x08progress\x18\x02 \x01(\x0b\x32\x1b.kvrelay.v1.PrefillProgressH\x00\x12-\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.FirstTokenH\x00\x12\'\n\x04\x64one\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.PrefillDoneH\x00\x12\x35\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"P\n\x0ePrefillStarted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x15\n\rpulled_tokens\x18\x03 \x01(\r\"+\n\x0fPrefillProgress\x12\x18\n\x10prefilled_tokens\x18\x01 \x01(\r\"\x8e\x01\n\nFirstToken\x12\'\n\x05token\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.SampledToken\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x12\n\ncompute_ms\x18\x04 \x01(\x01\"$\n\x0bPrefillDone\x12\x15\n\rrelayed_bytes\x18\x01 \x01(\x04\x32\xd2\x03\n\x0bPrefillNode\x12\x41\n\x07Prefill\x12\x1a.kvrelay.v1.PrefillRequest\x1a\x18.kvrelay.v1.PrefillEvent0\x01\x12K\n\x0fPreparedPrefill\x12\x1a.kvrelay.v1.PrefillRequest\x1a\x18.kvrelay.v1.PrefillEvent(\x01\x30\x01\x12H\n\nGiveTicket\x12\x1d.kvrelay.v1.GiveTicketRequest\x1a\x1b.kvrelay.v1.GiveTicketReply\x12\x39\n\x05\x41\x62ort\x12\x18.kvrelay.v1.AbortRequest\x1a\x16.kvrelay.v1.AbortReply\x12\x39\n\x05Renew\x12\x18.kvrelay.v1.RenewRequest\x1a\x16.kvrelay.v1.RenewReply\x12\x39\n\x05\x44rain\x12\x18.kvrelay.v1.DrainRequest\x1a\x16.kvrelay.v1.DrainReply\x12\x38\n\x05Stats\x12\x18.kvrelay.v1.StatsRequest\x1a\x15.kvrelay.v1.NodeStatsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.proto.v1.prefill_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=110
-  _globals['_PREFILLREQUEST']._serialized_end=454
-  _globals['_GIVETICKETREQUEST']._serialized_start=456
-  _globals['_GIVETICKETREQUEST']._serialized_end=511
-  _globals['_GIVETICKETREPLY']._serialized_start=513
-  _globals['_GIVETICKETREPLY']._serialized_end=530
-  _globals['_PULLFROM']._serialized_start=532
-  _globals['_PULLFROM']._serialized_end=634
-  _globals['_PREFILLEVENT']._serialized_start=637
-  _globals['_PREFILLEVENT']._serialized_end=899
-  _globals['_PREFILLSTARTED']._serialized_start=901
-  _globals['_PREFILLSTARTED']._serialized_end=981
-  _globals['_PREFILLPROGRESS']._serialized_start=983
-  _globals['_PREFILLPROGRESS']._serialized_end=1026
-  _globals['_FIRSTTOKEN']._serialized_start=1029
-  _globals['_FIRSTTOKEN']._serialized_end=1171
-  _globals['_PREFILLDONE']._serialized_start=1173
-  _globals['_PREFILLDONE']._serialized_end=1209
-  _globals['_PREFILLNODE']._serialized_start=1212
-  _globals['_PREFILLNODE']._serialized_end=1601
+  _globals['_PREFILLREQUEST']._serialized_end=495
+  _globals['_GIVETICKETREQUEST']._serialized_start=497
+  _globals['_GIVETICKETREQUEST']._serialized_end=552
+  _globals['_GIVETICKETREPLY']._serialized_start=554
+  _globals['_GIVETICKETREPLY']._serialized_end=571
+  _globals['_PULLFROM']._serialized_start=573
+  _globals['_PULLFROM']._serialized_end=675
+  _globals['_PREFILLEVENT']._serialized_start=678
+  _globals['_PREFILLEVENT']._serialized_end=940
+  _globals['_PREFILLSTARTED']._serialized_start=942
+  _globals['_PREFILLSTARTED']._serialized_end=1022
+  _globals['_PREFILLPROGRESS']._serialized_start=1024
+  _globals['_PREFILLPROGRESS']._serialized_end=1067
+  _globals['_FIRSTTOKEN']._serialized_start=1070
+  _globals['_FIRSTTOKEN']._serialized_end=1212
+  _globals['_PREFILLDONE']._serialized_start=1214
+  _globals['_PREFILLDONE']._serialized_end=1250
+  _globals['_PREFILLNODE']._serialized_start=1253
+  _globals['_PREFILLNODE']._serialized_end=1719
 # @@protoc_insertion_point(module_scope)

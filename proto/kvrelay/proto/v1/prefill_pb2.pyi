@@ -32,6 +32,8 @@ class PrefillRequest(_message.Message):
     PREFIX_SEED_FIELD_NUMBER: _builtins.int
     PULL_FROM_FIELD_NUMBER: _builtins.int
     TICKET_FOLLOWS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     packed_ids: _builtins.bytes
     """Little-endian uint32, the whole prompt."""
     num_sent_tokens: _builtins.int
@@ -42,6 +44,10 @@ class PrefillRequest(_message.Message):
     """Index chain seed of this request's tenant."""
     ticket_follows: _builtins.bool
     """The ticket comes by GiveTicket: decode is still making room. Only to a node that takes late tickets."""
+    timeout_ms: _builtins.int
+    """Time left for the request; 0 = the call's deadline is the request's."""
+    traceparent: _builtins.str
+    """Its place in a trace (W3C); empty = what the call's metadata says."""
     @_builtins.property
     def request(self) -> _common_pb2.RequestRef: ...
     @_builtins.property
@@ -77,10 +83,12 @@ class PrefillRequest(_message.Message):
         prefix_seed: _builtins.bytes = ...,
         pull_from: Global___PullFrom | None = ...,
         ticket_follows: _builtins.bool = ...,
+        timeout_ms: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "node", b"node", "pull_from", b"pull_from", "request", b"request", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "node", b"node", "num_sent_tokens", b"num_sent_tokens", "packed_ids", b"packed_ids", "prefix_seed", b"prefix_seed", "pull_from", b"pull_from", "request", b"request", "sampling", b"sampling", "ticket", b"ticket", "ticket_follows", b"ticket_follows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "node", b"node", "num_sent_tokens", b"num_sent_tokens", "packed_ids", b"packed_ids", "prefix_seed", b"prefix_seed", "pull_from", b"pull_from", "request", b"request", "sampling", b"sampling", "ticket", b"ticket", "ticket_follows", b"ticket_follows", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,6 +41,11 @@ class PrefillNodeStub(object):
                 request_serializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
                 _registered_method=True)
+        self.PreparedPrefill = channel.stream_stream(
+                '/kvrelay.v1.PrefillNode/PreparedPrefill',
+                request_serializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
+                _registered_method=True)
         self.GiveTicket = channel.unary_unary(
                 '/kvrelay.v1.PrefillNode/GiveTicket',
                 request_serializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.GiveTicketRequest.SerializeToString,
@@ -74,6 +79,15 @@ class PrefillNodeServicer(object):
 
     def Prefill(self, request, context):
         """Prefills a prompt, relays its latents by the ticket and samples the first token. Cancelling aborts the request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PreparedPrefill(self, request_iterator, context):
+        """The same over a call that is open before there is a request, so that no prompt waits for a call to be set up. The
+        request is its only message, and says what the call could not know yet: its time limit and trace. While there is
+        none, either side may end the call: this one as soon as it drains, without an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,6 +130,11 @@ def add_PrefillNodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Prefill': grpc.unary_stream_rpc_method_handler(
                     servicer.Prefill,
+                    request_deserializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
+                    response_serializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillEvent.SerializeToString,
+            ),
+            'PreparedPrefill': grpc.stream_stream_rpc_method_handler(
+                    servicer.PreparedPrefill,
                     request_deserializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillEvent.SerializeToString,
             ),
@@ -171,6 +190,33 @@ class PrefillNode(object):
             request,
             target,
             '/kvrelay.v1.PrefillNode/Prefill',
+            kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
+            kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PreparedPrefill(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvrelay.v1.PrefillNode/PreparedPrefill',
             kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             kvrelay_dot_proto_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
             options,

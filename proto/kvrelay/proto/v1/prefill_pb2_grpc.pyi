@@ -36,6 +36,11 @@ class PrefillNodeStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillNodeAsyncStub: ...
     Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillEvent]
     """Prefills a prompt, relays its latents by the ticket and samples the first token. Cancelling aborts the request."""
+    PreparedPrefill: _grpc.StreamStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillEvent]
+    """The same over a call that is open before there is a request, so that no prompt waits for a call to be set up. The
+    request is its only message, and says what the call could not know yet: its time limit and trace. While there is
+    none, either side may end the call: this one as soon as it drains, without an error.
+    """
     GiveTicket: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.GiveTicketRequest, _prefill_pb2.GiveTicketReply]
     """Brings the ticket of a request whose call said that it follows; may overtake that call. Nothing is written before."""
     Abort: _grpc.UnaryUnaryMultiCallable[_common_pb2.AbortRequest, _common_pb2.AbortReply]
@@ -51,6 +56,11 @@ class PrefillNodeAsyncStub(PrefillNodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillEvent]  # type: ignore[assignment]
     """Prefills a prompt, relays its latents by the ticket and samples the first token. Cancelling aborts the request."""
+    PreparedPrefill: _aio.StreamStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillEvent]  # type: ignore[assignment]
+    """The same over a call that is open before there is a request, so that no prompt waits for a call to be set up. The
+    request is its only message, and says what the call could not know yet: its time limit and trace. While there is
+    none, either side may end the call: this one as soon as it drains, without an error.
+    """
     GiveTicket: _aio.UnaryUnaryMultiCallable[_prefill_pb2.GiveTicketRequest, _prefill_pb2.GiveTicketReply]  # type: ignore[assignment]
     """Brings the ticket of a request whose call said that it follows; may overtake that call. Nothing is written before."""
     Abort: _aio.UnaryUnaryMultiCallable[_common_pb2.AbortRequest, _common_pb2.AbortReply]  # type: ignore[assignment]
@@ -69,6 +79,17 @@ class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillEvent], _abc.AsyncIterator[_prefill_pb2.PrefillEvent]]:
         """Prefills a prompt, relays its latents by the ticket and samples the first token. Cancelling aborts the request."""
+
+    @_abc_1.abstractmethod
+    def PreparedPrefill(
+        self,
+        request_iterator: _MaybeAsyncIterator[_prefill_pb2.PrefillRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillEvent], _abc.AsyncIterator[_prefill_pb2.PrefillEvent]]:
+        """The same over a call that is open before there is a request, so that no prompt waits for a call to be set up. The
+        request is its only message, and says what the call could not know yet: its time limit and trace. While there is
+        none, either side may end the call: this one as soon as it drains, without an error.
+        """
 
     @_abc_1.abstractmethod
     def GiveTicket(
