@@ -21,15 +21,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python -m kvrelay.cli.demo
 
-# Unit tests start no cluster, so two of them run side by side; all others have the machine for themselves. Both parts
-# run whatever fails, and each has a closing line of its own.
+# Clusters of many processes follow each other on one worker (tests/conftest.py), which begins with them; the others take
+# all files of tests that start none.
 WORKERS ?= 2
 DEFAULT_TESTS = -m "not full and not gpu and not compose" --durations=25
 test: install
-	@failed=0; \
-	$(PYTEST) $(DEFAULT_TESTS) -n $(WORKERS) --dist loadfile tests/unit || failed=1; \
-	$(PYTEST) $(DEFAULT_TESTS) --ignore=tests/unit || failed=1; \
-	exit $$failed
+	$(PYTEST) $(DEFAULT_TESTS) -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/cluster tests/faults tests/unit tests/contract tests/compose
 
 test-full: install
 	KVRELAY_COLD_TESTS=1 $(PYTEST) -m "not gpu and not compose"
