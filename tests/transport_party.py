@@ -52,8 +52,10 @@ class _Child:
         self._transport = new_transport(
             kind, name=name, pool=region_of(self._memory), pool_pages=1, fences=self._fences, counters=self._counters
         )
-        self._handles: list[Handle] = []
+        self._counted_before: dict[str, float] = {}
+        self._handles: list[Handle | None] = []  # None: released
         self._notices: list[tuple[str, str]] = []
+        self._posted = 0
         self._landed: dict[str, int] = {}  # notice -> digest of what the notice names, taken when it came in
         self.polls = True
 
@@ -65,6 +67,22 @@ class _Child:
             self._notices.append((agent, text))
             if ":" in text:
                 self._landed[text] = self.digest(*map(int, text.split(":")))
+
+    def begin_anew(self) -> None:
+        """Be as after the start but for links and fence cells; nothing may be on its way any more."""
+        for number, handle in enumerate(self._handles):
+            if handle is not None:
+                self.release(number)
+        self._handles.clear()
+        self._notices.clear()
+        self._landed.clear()
+        self._posted = 0
+        self._counted_before = dict(self._counters.values)
+        self._pool[:] = bytes(POOL_BYTES)
+
+    def posted(self) -> int:
+        """Return how many writes were begun that announce themselves."""
+        return self._posted
 
     def address(self) -> dict[str, Any]:
         raw = asdict(self._transport.address())
@@ -87,6 +105,7 @@ class _Child:
 
     def post(self, peer: str, copies: Sequence[Sequence[int]], notice: str) -> int:
         self._handles.append(self._transport.post(peer, [Copy(*copy) for copy in copies], notice.encode()))
+        self._posted += 1
         return len(self._handles) - 1
 
     def fence(self, peer: str, cell: int, value: int) -> int:
@@ -94,14 +113,15 @@ class _Child:
         return len(self._handles) - 1
 
     def progress(self, number: int) -> list[Any]:
-        progress = self._transport.poll(self._handles[number])
+        progress = self._transport.poll(self._handle(number))
         return [type(progress).__name__, *asdict(progress).values()]
 
     def route(self, peer: str) -> str:
         return self._transport.route(peer)
 
     def release(self, number: int) -> None:
-        self._transport.release(self._handles[number])
+        self._transport.release(self._handle(number))
+        self._handles[number] = None
 
     def notices(self) -> list[tuple[str, str]]:
         return self._notices
@@ -113,10 +133,17 @@ class _Child:
         return self._fences.cells.load(number)
 
     def counted(self) -> dict[str, float]:
-        return self._counters.values
+        before = self._counted_before
+        since = {name: value - before.get(name, 0.0) for name, value in self._counters.values.items()}
+        return {name: value for name, value in since.items() if value}
 
     def set_polls(self, polls: bool) -> None:
         self.polls = polls
+
+    def _handle(self, number: int) -> Handle:
+        handle = self._handles[number]
+        assert handle is not None
+        return handle
 
 
 class Party:

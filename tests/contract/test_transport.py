@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,26 +15,61 @@ from transport_party import DIRECT_KINDS, KINDS, Party, PartyError
 
 MIB = 1 << 20
 NewParty = Callable[[str], Party]
+Pair = tuple[Party, Party]
 
 
-@pytest.fixture(params=list(KINDS | DIRECT_KINDS))
-def new_party(request: pytest.FixtureRequest) -> Iterator[NewParty]:
+@pytest.fixture(scope="module", params=list(KINDS | DIRECT_KINDS))
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@contextmanager
+def parties_of(transport: str) -> Iterator[NewParty]:
     parties: list[Party] = []
 
     def make(name: str) -> Party:
-        parties.append(Party(request.param, name))
+        parties.append(Party(transport, name))
         return parties[-1]
 
-    yield make
-    for party in parties:
-        party.kill()
+    try:
+        yield make
+    finally:
+        for party in parties:
+            party.kill()
 
 
-@pytest.fixture
-def pair(new_party: NewParty) -> tuple[Party, Party]:
+def connected(new_party: NewParty) -> Pair:
     writer, reader = new_party("writer"), new_party("reader")
     writer.connect(**reader.address())
     return writer, reader
+
+
+@pytest.fixture
+def new_party(transport: str) -> Iterator[NewParty]:
+    with parties_of(transport) as new_party:
+        yield new_party
+
+
+@pytest.fixture
+def new_pair(new_party: NewParty) -> Pair:
+    """Two processes that have done nothing yet, for tests that end one of them or count from the start."""
+    return connected(new_party)
+
+
+@pytest.fixture(scope="module")
+def _lasting_pair(transport: str) -> Iterator[Pair]:
+    with parties_of(transport) as new_party:
+        yield connected(new_party)
+
+
+@pytest.fixture
+def pair(_lasting_pair: Pair) -> Iterator[Pair]:
+    """Two processes that other tests use as well, with nothing in their pools."""
+    writer, reader = _lasting_pair
+    for party in _lasting_pair:
+        party.begin_anew()
+    yield writer, reader
+    wait_for(lambda: len(reader.notices()) == writer.posted())  # or the next test would hear of them
 
 
 def wait_for(question: Callable[[], Any], *, within_s: float = 20.0) -> Any:
@@ -57,7 +93,7 @@ def outcome(party: Party, handle: int, *, within_s: float = 20.0) -> Any:
     return wait_for(ended, within_s=within_s)
 
 
-def test_when_the_notice_is_in_all_bytes_are(pair: tuple[Party, Party]) -> None:
+def test_when_the_notice_is_in_all_bytes_are(pair: Pair) -> None:
     writer, reader = pair
     want = writer.fill(0, 64 * MIB, seed=1)
 
@@ -67,8 +103,8 @@ def test_when_the_notice_is_in_all_bytes_are(pair: tuple[Party, Party]) -> None:
     assert wait_for(lambda: reader.landed(f"{32 * MIB}:{64 * MIB}")) == want
 
 
-def test_a_writer_knows_over_what_its_writes_go(pair: tuple[Party, Party], request: pytest.FixtureRequest) -> None:
-    writer, reader = pair
+def test_a_writer_knows_over_what_its_writes_go(new_pair: Pair, transport: str) -> None:
+    writer, reader = new_pair
     before = writer.route("nobody")
 
     outcome(writer, writer.post("reader", [(0, 0, MIB)], "n"))
@@ -79,14 +115,13 @@ def test_a_writer_knows_over_what_its_writes_go(pair: tuple[Party, Party], reque
 
     assert before == "" or writer.route("nobody") == before  # loopback has one for all
     assert writer.route("reader") == first  # UCX says nothing of a second link like the first
-    kind = request.node.callspec.params["new_party"]
     begins = {"loopback": ("sockets/",), "nixl-tcp": ("tcp/",), "nixl": ("cma/", "posix/", "sysv/", "xpmem/", "tcp/")}
     of_the_rest = first.removeprefix("cuda_ipc/direct or ")
-    assert of_the_rest.startswith(begins[kind.removeprefix("direct-")]), first
-    assert (of_the_rest != first) == (kind in DIRECT_KINDS)
+    assert of_the_rest.startswith(begins[transport.removeprefix("direct-")]), first
+    assert (of_the_rest != first) == (transport in DIRECT_KINDS)
 
 
-def test_scattered_pieces_land_in_their_places(pair: tuple[Party, Party]) -> None:
+def test_scattered_pieces_land_in_their_places(pair: Pair) -> None:
     writer, reader = pair
     digests = [writer.fill(i * 100_000, 73_728, seed=i) for i in range(100)]
     order = [(i * 37) % 100 for i in range(100)]
@@ -98,7 +133,7 @@ def test_scattered_pieces_land_in_their_places(pair: tuple[Party, Party]) -> Non
     assert [reader.digest(order[i] * 80_000, 73_728) for i in range(100)] == digests
 
 
-def test_a_fence_that_is_done_comes_after_scattered_pieces_too(pair: tuple[Party, Party]) -> None:
+def test_a_fence_that_is_done_comes_after_scattered_pieces_too(pair: Pair) -> None:
     writer, reader = pair
     want = writer.fill(0, 64 * MIB, seed=2)
 
@@ -113,7 +148,7 @@ def test_a_fence_that_is_done_comes_after_scattered_pieces_too(pair: tuple[Party
     assert wait_for(lambda: len(reader.notices()) == 4)
 
 
-def test_each_write_announces_itself_once(pair: tuple[Party, Party]) -> None:
+def test_each_write_announces_itself_once(pair: Pair) -> None:
     writer, reader = pair
 
     handles = [writer.post("reader", [(0, i * 1000, 999)], f"part {i}") for i in range(200)]
@@ -125,7 +160,7 @@ def test_each_write_announces_itself_once(pair: tuple[Party, Party]) -> None:
     assert sorted(reader.notices()) == sorted(["writer", f"part {i}"] for i in range(200))
 
 
-def test_scattered_parts_are_announced_each_once_when_all_their_bytes_are_in(pair: tuple[Party, Party]) -> None:
+def test_scattered_parts_are_announced_each_once_when_all_their_bytes_are_in(pair: Pair) -> None:
     """More than are on their way one by one: some wait for each other and leave together."""
     writer, reader = pair
     size, piece = 64 << 10, 4 << 10
@@ -144,7 +179,7 @@ def test_scattered_parts_are_announced_each_once_when_all_their_bytes_are_in(pai
     assert sum(value for name, value in writer.counted().items() if name.endswith("_bytes_total")) == 40 * size
 
 
-def test_the_bytes_counted_are_the_bytes_posted(pair: tuple[Party, Party]) -> None:
+def test_the_bytes_counted_are_the_bytes_posted(pair: Pair) -> None:
     writer, _ = pair
     sizes = (1, 4096, 73_728, 5 * MIB)
 
@@ -158,22 +193,22 @@ def test_the_bytes_counted_are_the_bytes_posted(pair: tuple[Party, Party]) -> No
     assert total == 2 * sum(sizes)
 
 
-def test_a_fence_that_is_done_comes_after_everything_posted_before(pair: tuple[Party, Party]) -> None:
+def test_a_fence_that_is_done_comes_after_everything_posted_before(pair: Pair) -> None:
     writer, reader = pair
     want = writer.fill(0, 64 * MIB, seed=2)
 
     data = [writer.post("reader", [(i * 8 * MIB, i * 8 * MIB, 8 * MIB)], f"part {i}") for i in range(8)]
-    fence = writer.fence("reader", 77, 4242)
+    fence = writer.fence("reader", 78, 4243)
     outcome(writer, fence)
 
-    assert reader.cell(77) == 4242
+    assert reader.cell(78) == 4243
     assert reader.digest(0, 64 * MIB) == want
     assert all(outcome(writer, handle)[0] == "Done" for handle in data)
 
 
-def test_our_own_fences_leave_the_cells_that_peers_write_alone(pair: tuple[Party, Party]) -> None:
+def test_our_own_fences_leave_the_cells_that_peers_write_alone(new_pair: Pair) -> None:
     """A node that reads and writes: a number of ours in a cell would pass for a peer's proof, or wipe one out."""
-    writer, reader = pair
+    writer, reader = new_pair
     reader.connect(**writer.address())
     outcome(reader, reader.fence("writer", 1023, 7))
 
@@ -185,7 +220,7 @@ def test_our_own_fences_leave_the_cells_that_peers_write_alone(pair: tuple[Party
     assert writer.cell(1023) == 7
 
 
-def test_a_fence_announces_nothing(pair: tuple[Party, Party]) -> None:
+def test_a_fence_announces_nothing(pair: Pair) -> None:
     writer, reader = pair
 
     outcome(writer, writer.fence("reader", 1, 5))
@@ -194,8 +229,8 @@ def test_a_fence_announces_nothing(pair: tuple[Party, Party]) -> None:
     assert reader.notices() == []
 
 
-def test_damaged_metadata_is_refused(new_party: NewParty) -> None:
-    writer, reader = new_party("writer"), new_party("reader")
+def test_damaged_metadata_is_refused(new_party: NewParty, pair: Pair) -> None:
+    writer, (_, reader) = new_party("another writer"), pair
     address = reader.address()
     metadata = bytearray.fromhex(address["metadata"])
     metadata[len(metadata) // 2] ^= 1
@@ -204,21 +239,21 @@ def test_damaged_metadata_is_refused(new_party: NewParty) -> None:
         writer.connect(**{**address, "metadata": metadata.hex()})
 
 
-def test_an_address_of_another_transport_is_refused(new_party: NewParty) -> None:
-    writer, reader = new_party("writer"), new_party("reader")
+def test_an_address_of_another_transport_is_refused(new_party: NewParty, pair: Pair) -> None:
+    writer, (_, reader) = new_party("another writer"), pair
 
     with pytest.raises(PartyError, match="InvalidRequestError: agent reader speaks 'pigeon'"):
         writer.connect(**{**reader.address(), "transport": "pigeon"})
 
 
-def test_nothing_is_posted_to_a_stranger(new_party: NewParty) -> None:
-    writer = new_party("writer")
+def test_nothing_is_posted_to_a_stranger(pair: Pair) -> None:
+    writer, _ = pair
 
-    with pytest.raises(PartyError, match="TransferError: agent reader is not connected"):
-        writer.post("reader", [(0, 0, 1)], "x")
+    with pytest.raises(PartyError, match="TransferError: agent stranger is not connected"):
+        writer.post("stranger", [(0, 0, 1)], "x")
 
 
-def test_a_known_peer_can_be_connected_again_and_after_it_was_forgotten(pair: tuple[Party, Party]) -> None:
+def test_a_known_peer_can_be_connected_again_and_after_it_was_forgotten(pair: Pair) -> None:
     writer, reader = pair
 
     writer.connect(**reader.address())
@@ -232,8 +267,8 @@ def test_a_known_peer_can_be_connected_again_and_after_it_was_forgotten(pair: tu
     assert outcome(writer, second) == ["Done", 10]
 
 
-def test_a_dead_peer_fails_its_own_writes_only(pair: tuple[Party, Party], new_party: NewParty) -> None:
-    writer, reader = pair
+def test_a_dead_peer_fails_its_own_writes_only(new_pair: Pair, new_party: NewParty) -> None:
+    writer, reader = new_pair
     other = new_party("other")
     writer.connect(**other.address())
     outcome(writer, writer.post("reader", [(0, 0, 10)], "x"))
@@ -247,8 +282,8 @@ def test_a_dead_peer_fails_its_own_writes_only(pair: tuple[Party, Party], new_pa
     assert wait_for(other.notices) == [["writer", "kept"]]
 
 
-def test_a_restarted_peer_is_reached_under_its_new_name(pair: tuple[Party, Party], new_party: NewParty) -> None:
-    writer, reader = pair
+def test_a_restarted_peer_is_reached_under_its_new_name(new_pair: Pair, new_party: NewParty) -> None:
+    writer, reader = new_pair
     reader.kill()
 
     again = new_party("reader")  # the same name, new metadata
@@ -259,7 +294,7 @@ def test_a_restarted_peer_is_reached_under_its_new_name(pair: tuple[Party, Party
     assert wait_for(again.notices) == [["writer", "hello"]]
 
 
-def test_a_stopped_writer_lands_everything_when_it_goes_on(pair: tuple[Party, Party]) -> None:
+def test_a_stopped_writer_lands_everything_when_it_goes_on(pair: Pair) -> None:
     writer, reader = pair
     want = writer.fill(0, 64 * MIB, seed=3)
     handle = writer.post("reader", [(0, 0, 64 * MIB)], f"0:{64 * MIB}")
@@ -271,8 +306,8 @@ def test_a_stopped_writer_lands_everything_when_it_goes_on(pair: tuple[Party, Pa
     assert wait_for(lambda: reader.landed(f"0:{64 * MIB}")) == want
 
 
-def test_a_second_after_its_death_nothing_of_a_writer_lands_any_more(pair: tuple[Party, Party]) -> None:
-    writer, reader = pair
+def test_a_second_after_its_death_nothing_of_a_writer_lands_any_more(new_pair: Pair) -> None:
+    writer, reader = new_pair
     writer.fill(0, 64 * MIB, seed=4)
     reader.set_polls(False)
     for i in range(2):
