@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,8 @@ from kvrelay.model.single import Session, SingleEngine
 from kvrelay.model.transformer import Model
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+# The interpreter computes it as well, and slowly.
+SHAPE = TINY if DEVICE.type == "cuda" else replace(TINY, num_layers=2, vocab_size=64)
 SETTINGS = (
     Sampling(max_tokens=9),
     Sampling(max_tokens=9, temperature=1.0, seed=4),
@@ -46,7 +50,9 @@ class Side:
         self.firsts: list[int] = []
         self.states: list[SamplerState] = []
         for number, (length, sampling) in enumerate(zip(LENGTHS, SETTINGS, strict=True)):
-            prompt = torch.randint(512, (length,), generator=torch.Generator().manual_seed(number)).tolist()
+            prompt = torch.randint(
+                SHAPE.vocab_size, (length,), generator=torch.Generator().manual_seed(number)
+            ).tolist()
             self.sessions.append(self.engine.open(length + 12))
             self.firsts.append(int(self.engine.prefill(self.sessions[-1], prompt).argmax()))
             self.states.append(SamplerState(sampling, [*prompt, self.firsts[-1]], 1))
@@ -62,7 +68,7 @@ def step_of_reference(side: Side, rows: list[int], tokens: list[int], positions:
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the engine beside it needs its own kernels, not the interpreter's")
 def test_recorded_steps_choose_what_single_steps_choose() -> None:
-    model = random_model(TINY, DEVICE, torch.float32, seed=1)
+    model = random_model(SHAPE, DEVICE, torch.float32, seed=1)
     recorded, plain = Side(model), Side(model)
     graphs = DecodeGraphs(model, recorded.pool, max_batch=8, max_tokens=300)
     tokens, positions, rows = list(recorded.firsts), list(LENGTHS), list(range(5))
@@ -81,20 +87,20 @@ def test_recorded_steps_choose_what_single_steps_choose() -> None:
 
 
 def test_empty_rows_of_a_step_store_nothing() -> None:
-    model = random_model(TINY, DEVICE, torch.float32, seed=1)
+    model = random_model(SHAPE, DEVICE, torch.float32, seed=1)
     pool = LatentPool(model.layout(block_tokens=64), 4, DEVICE)
     graphs = DecodeGraphs(model, pool, max_batch=8, max_tokens=64)
     state = SamplerState(Sampling(max_tokens=2), [5])
 
     graphs.run([StepRow(torch.tensor([page]), 5, 0, state) for page in (3, 1, 2)])
 
-    for layer in range(3):
+    for layer in range(SHAPE.num_layers):
         written = pool.layer(layer).abs().sum(-1).nonzero().tolist()
         assert written == [[1, 0], [2, 0], [3, 0]]
 
 
 def test_a_row_whose_logits_are_not_finite_fails_alone() -> None:
-    model = random_model(TINY, DEVICE, torch.float32, seed=1)
+    model = random_model(SHAPE, DEVICE, torch.float32, seed=1)
     pool = LatentPool(model.layout(block_tokens=64), 4, DEVICE)
     pool.layer(0)[2] = torch.nan
     graphs = DecodeGraphs(model, pool, max_batch=2, max_tokens=64)
@@ -107,8 +113,8 @@ def test_a_row_whose_logits_are_not_finite_fails_alone() -> None:
 
 
 def test_numbers_drawn_ahead_are_used_for_their_own_sequence_alone() -> None:
-    model = random_model(TINY, DEVICE, torch.float32, seed=1)
-    logits, table = randn(1, 512, seed=2), torch.tensor([1])
+    model = random_model(SHAPE, DEVICE, torch.float32, seed=1)
+    logits, table = randn(1, SHAPE.vocab_size, seed=2), torch.tensor([1])
     graphs = [
         DecodeGraphs(model, LatentPool(model.layout(block_tokens=64), 4, DEVICE), max_batch=1, max_tokens=64)
         for _ in range(2)
@@ -127,9 +133,9 @@ def test_numbers_drawn_ahead_are_used_for_their_own_sequence_alone() -> None:
 def test_a_step_of_few_tokens_gives_the_logits_that_the_kernels_of_batches_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = random_model(TINY, DEVICE, torch.float32, seed=1)
+    model = random_model(SHAPE, DEVICE, torch.float32, seed=1)
     pool = LatentPool(model.layout(block_tokens=64), 4, DEVICE)
-    for layer in range(3):
+    for layer in range(SHAPE.num_layers):
         pool.layer(layer).copy_(randn(*pool.layer(layer).shape, seed=layer))
     paged = PagedPlan.allocate(num_sequences=2, max_pages=2, page_tokens=64, device=DEVICE)
     paged.update_([torch.tensor([3, 0]), torch.tensor([1])], [70, 9])
@@ -231,7 +237,7 @@ def test_grouped_experts_equal_each_expert_in_turn(tokens: int) -> None:
 
 
 def test_an_empty_step_writes_no_row() -> None:
-    model = random_model(TINY, DEVICE, torch.float32, seed=1)
+    model = random_model(SHAPE, DEVICE, torch.float32, seed=1)
     pool = LatentPool(model.layout(block_tokens=64), 8, DEVICE)
     for layer in range(pool.layout.num_layers):
         pool.layer(layer).normal_()

@@ -23,6 +23,17 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # Weights are rounded to the pool's dtype before they meet the values; the interpreter widens them instead.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 LENGTHS = [[1], [16], [700], [5, 300, 17, 64], [700, 3, 3, 3, 400], [64] * 8]
+SHAPES = [(4, 32, 16, 16), (4, 32, 16, 64), (20, 48, 24, 64)]  # heads, latent, rope, page
+# By default a third of them, in which each length, each type and each shape meets each of the others.
+SMALL_CASES = [
+    pytest.param(
+        *shape, lengths, dtype, id=f"{shape[0]}-{shape[3]}-{len(lengths)}x{max(lengths)}-{dtype}",
+        marks=[pytest.mark.full] if (i + j + k) % 3 else [],
+    )
+    for i, shape in enumerate(SHAPES)
+    for j, lengths in enumerate(LENGTHS)
+    for k, dtype in enumerate(TOLERANCE)
+]  # fmt: skip
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -97,9 +108,7 @@ def taken(name: str, problem: Problem) -> MlaDecode:
         pytest.skip(str(err))
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
-@pytest.mark.parametrize(("heads", "latent", "rope", "page"), [(4, 32, 16, 16), (4, 32, 16, 64), (20, 48, 24, 64)])
+@pytest.mark.parametrize(("heads", "latent", "rope", "page", "lengths", "dtype"), SMALL_CASES)
 @pytest.mark.parametrize("name", ["triton", "torch"])
 def test_a_paged_decode_step_equals_the_reference(
     name: str, heads: int, latent: int, rope: int, page: int, lengths: list[int], dtype: torch.dtype

@@ -64,8 +64,9 @@ def test_the_time_split_adds_up(cluster: Cluster) -> None:
 
 def test_text_on_stdout_is_the_answer_and_nothing_else(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text(TEXT)
-    shown = cli("generate", "--prompt-file", str(tmp_path / "prompt.txt"), "--endpoint", cluster.endpoint)
-    told = events(cli("generate", "--prompt-file", "-", "--endpoint", cluster.endpoint, "--json", stdin=TEXT).stdout)
+    options = ["--endpoint", cluster.endpoint, "--max-tokens", "40"]
+    shown = cli("generate", "--prompt-file", str(tmp_path / "prompt.txt"), *options)
+    told = events(cli("generate", "--prompt-file", "-", *options, "--json", stdin=TEXT).stdout)
 
     assert shown.returncode == 0
     assert shown.stdout == "".join(one["text"] for one in told if one["event"] == "tokens") + "\n"
@@ -83,6 +84,7 @@ def test_streamed_text_is_what_all_tokens_decode_to_at_once(cluster: Cluster) ->
 
 def test_the_same_seed_gives_the_same_text(cluster: Cluster) -> None:
     options = ["--endpoint", cluster.endpoint, "--temperature", "1.5", "--top-p", "0.9", "--json", "--ignore-eos"]
+    options += ["--max-tokens", "40"]
     first = events(cli("generate", TEXT, *options).stdout)
     again = events(cli("generate", TEXT, *options, "--seed", str(first[0]["seed"])).stdout)
 

@@ -15,7 +15,7 @@ from cluster.specs import EMBEDDED
 from kvrelay.cli.manual import python_manual
 
 SPEC = EMBEDDED
-GRID = ("--lengths", "256,700", "--depths", "0.2,1", "--samples", "2", "--json")
+GRID = ("--lengths", "256,700", "--depths", "0.2,1", "--samples", "1", "--json")
 
 
 def evaluate(*args: str) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ SECURE = ROOT / "compose" / "secure.yml"
 ENVIRON = {"KVRELAY_MODEL": "/models/m"}
 
 
+@cache  # each takes the command a second or more
 def config(*words: str, files: tuple[Path, ...] = (FILE,), **environ: str) -> dict[str, Any]:
     found = yaml.safe_load(compose({**ENVIRON, **environ}, *words, "config", files=files))
     services: dict[str, Any] = found["services"]

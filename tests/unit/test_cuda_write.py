@@ -18,7 +18,7 @@ Launch = Callable[[Arguments, int, int], bytes | None]
 UNIT = 2048
 
 
-@pytest.fixture(scope="module", params=[(7, 4), (4, 1), (5, 4)], ids=str)
+@pytest.fixture(scope="module", params=[(7, 4), (4, 1), pytest.param((5, 4), marks=pytest.mark.full)], ids=str)
 def launch(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Launch:
     stages, ahead = request.param
     defines = (f"-DUNIT={UNIT}", f"-DSTAGES={stages}", f"-DAHEAD={ahead}")
