@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol, cast
 
 import grpc
@@ -220,7 +221,10 @@ class Cluster(Client):
 @contextmanager
 def running(spec: Spec) -> Iterator[Cluster]:
     """Run a cluster for as long as the block lasts."""
-    with local_cluster.running(spec.options, environ=spec.variables) as local:
+    with (
+        TemporaryDirectory(prefix="kvrelay-test-") as folder,  # `up` leaves its logs in a folder under TMPDIR
+        local_cluster.running(spec.options, environ={**spec.variables, "TMPDIR": folder}) as local,
+    ):
         cluster = Cluster(local)
         try:
             yield cluster

@@ -5,11 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
+import pytest
 
 
-def test_a_demo_that_is_stopped_takes_its_cluster_along() -> None:
+def test_a_demo_that_is_stopped_takes_its_cluster_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where its logs go
     with subprocess.Popen([sys.executable, "-m", "kvrelay.cli.demo"], stderr=subprocess.PIPE, text=True) as demo:
         assert demo.stderr is not None
         for line in demo.stderr:

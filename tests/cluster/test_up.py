@@ -32,6 +32,11 @@ SMALL = {
 OPTIONS = ["--model", str(FOLDER), "--ring-size", "1", "--listen", "127.0.0.1:0"]
 
 
+@pytest.fixture(autouse=True)
+def _logs_go_with_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process = local_cluster.start(OPTIONS, log=tmp_path / "up.log", environ=SMALL)

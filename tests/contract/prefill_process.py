@@ -88,7 +88,7 @@ def prefill_node(
     arguments += ["--dtype", "float32", "--pool-pages", "64", "--threads", "1", "--log-level", "warning"]
     arguments += ["--lame-duck-s", "0", *options]
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvrelay.cli.main", "prefill", *arguments],
+        [sys.executable, "-m", "kvrelay.cli.child", str(os.getpid()), "prefill", *arguments],
         stdout=subprocess.PIPE,
         stderr=log,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(variables),

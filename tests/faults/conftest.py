@@ -110,6 +110,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     lab = getattr(item, "funcargs", {}).get("fleet")
-    if report.failed and lab is not None:
+    if report.failed and lab is not None and lab.local.log.exists():  # not of one that was replaced meanwhile
         report.sections.append(("cluster", lab.logs()))
     return report

@@ -123,9 +123,10 @@ class Processes:
 
     def _launch(self, name: str, role: str, listen: str) -> Member:
         options = ["--name", name, "--model", str(self._model), "--index-url", self._index_url, "--listen", listen]
+        child = ["-m", "kvrelay.cli.child", str(os.getpid())]  # ends with the test
         with (self._folder / f"{name}.log").open("a") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "kvrelay.cli.main", role, *options, *self._options.get(role, ())],
+                [sys.executable, *child, role, *options, *self._options.get(role, ())],
                 stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         return Member(name, role, listen, process)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -117,8 +118,9 @@ def test_names_differ_between_clusters_that_share_an_index() -> None:
 
 @pytest.mark.parametrize("who", ["", "me:secret@"])
 def test_an_index_server_that_is_down_is_named_before_anything_starts(
-    who: str, capsys: pytest.CaptureFixture[str]
+    who: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where its logs would go
     with socket.socket() as taken:  # bound and not listening: a port that refuses
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -78,8 +78,9 @@ class Fleet(Cluster):
     def make_whole(self, within_s: float) -> None:
         """Take all faults back and wait until all processes serve and nothing is held. A breakage stays."""
         for one in self.local.processes():
-            if one.status() == psutil.STATUS_STOPPED:
-                one.send_signal(signal.SIGCONT)
+            with suppress(psutil.NoSuchProcess):  # one that had ended, and that its parent now hears of
+                if one.status() == psutil.STATUS_STOPPED:
+                    one.send_signal(signal.SIGCONT)
         self.remote.clear()
         wait_until(lambda: set(self.stats()) >= self.expected and not self.unsettled(), within_s, self.what_is_wrong)
         self.remote.forgive()
@@ -111,6 +112,7 @@ def running(spec: Spec) -> Iterator[Fleet]:
         lab = Path(folder)
         log = lab / "up.log"
         environ = {**os.environ, **TIMES, **spec.variables, FOLDER_VARIABLE: folder, "PYTHONPATH": child_path()}
+        environ["TMPDIR"] = folder  # where `up` makes the folder of its logs
         with log.open("w") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "faults.lab.up_main", *spec.options, "--listen", "127.0.0.1:0"],
@@ -172,6 +174,8 @@ class LabKeeper:
         try:
             self._lab.make_whole(3.0)
         except AssertionError:
+            processes = self._lab.local.processes()
             self._lab.local.process.kill()  # it would drain what can never be drained; its children die with it
+            psutil.wait_procs(processes, timeout=10)  # and write no more into the folder that goes with the lab
             self._lab = None
             self._stack.close()
