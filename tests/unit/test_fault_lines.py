@@ -6,7 +6,9 @@ import ast
 import re
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,6 +111,14 @@ def test_each_breakage_is_named_by_a_test_and_in_the_table() -> None:
     marked = {breakage for one in all_tests() for breakage in one.breakages}
     assert marked == SABOTAGES.keys() - NO_BREAKAGE
     assert marked <= {breakage for row in rows() for breakage in row.breakages} | _without_a_line()
+
+
+@pytest.mark.parametrize("breakage", sorted(SABOTAGES))
+def test_a_breakage_replaces_what_is_there(breakage: str) -> None:
+    for change in SABOTAGES[breakage]:
+        owner: Any = import_module(f"kvrelay.{change.module}")
+        for name in change.path.split("."):
+            owner = getattr(owner, name)
 
 
 def _without_a_line() -> set[str]:

@@ -38,7 +38,11 @@ def _serve(server: socket.socket, board: Switchboard) -> None:
         connection, _ = server.accept()
         with connection, connection.makefile("rw") as lines:
             for line in lines:
-                lines.write(json.dumps(_obey(json.loads(line), board)) + "\n")
+                try:
+                    answer = {"value": _obey(json.loads(line), board)}
+                except Exception as err:  # whatever it is, the test is told, and later orders are obeyed
+                    answer = {"error": f"{type(err).__name__}: {err}"}
+                lines.write(json.dumps(answer) + "\n")
                 lines.flush()
 
 
@@ -102,4 +106,7 @@ class Remote:
             with connection.makefile("rw") as lines:
                 lines.write(json.dumps(order) + "\n")
                 lines.flush()
-                return json.loads(lines.readline())
+                answer = json.loads(lines.readline())
+        if "error" in answer:
+            raise AssertionError(f"{process} does not obey {order}: {answer['error']}")
+        return answer["value"]

@@ -300,7 +300,7 @@ SABOTAGES: dict[str, tuple[Change, ...]] = {
     "first_logprob_lost": (Change("router.orchestrate", "Run._send", _without_first_logprob),),
     "one_id_for_all": (Change("router.servicer", "secrets.token_hex", _always("0" * 16)),),
     "nothing_validated": tuple(
-        Change("router.validation", check, _nothing) for check in ("_check_prompt", "_check_numbers", "_check_stops")
+        Change("router.validation", check, _nothing) for check in ("_check_prompt", "check_sampling", "_check_stops")
     ),
     "nodes_trust_their_callers": (
         Change("decode_node.intake", "check_sampling", _nothing),
