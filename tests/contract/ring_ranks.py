@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
@@ -61,6 +61,7 @@ class Case:
     host_pages: int = 0  # of a rank, for what leaves these
     latent_format: str = "model"
     script: tuple[Scene, ...] = ()  # what happens while the last prompt is computed
+    ticket_follows: bool = False  # in a pause
     beside: tuple[tuple[int, ...], ...] = ()  # prompts that come in its pauses, of lengths that differ
 
 
@@ -151,7 +152,14 @@ def compute(
         leader = Leader(control, worker, group, token_bytes=1, on_cache=lambda _: None, counters=counters)
         leaders.append(leader)
         if case.script:
-            played = Played(leader, case.script, case.beside, key=f"case{len(case.before) + 1}#1", writers=writers)
+            played = Played(
+                leader,
+                case.script,
+                case.beside,
+                key=f"case{len(case.before) + 1}#1",
+                num_tokens=len(case.prompt),
+                writers=writers,
+            )
         told = _lead(case, leader, played)
         for held in control.host_counters:
             counters.values.update(held.values)
@@ -202,7 +210,10 @@ def _lead(case: Case, leader: Leader, played: Played | None) -> list[JobEvent]:
         hashes = case.block_hashes
         if case.seed:
             hashes = tuple(prefix_hash.chain(case.seed, ids, block_tokens=PAGE_TOKENS))
-        leader.submit(Job(ref, ids, sampling, block_hashes=hashes, ticket=ticket), sink)
+        job = Job(ref, ids, sampling, block_hashes=hashes, ticket=ticket)
+        if case.ticket_follows:
+            job = replace(job, ticket=None, ticket_follows=True)
+        leader.submit(job, sink)
         assert over.wait(60), "the ring has no answer"
     if played is not None:
         played.wait()

@@ -22,11 +22,13 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Scene:
-    """What strikes before a layer of a chunk, once: `pause`, and with `cancel` or `fail` what comes meanwhile."""
+    """What strikes before a layer of a chunk, once: a pause, and what comes meanwhile."""
 
     chunk: int
     layer: int
-    what: Literal["pause", "pause and cancel", "pause and fail", "cancel", "pause for the next"] = "pause"
+    what: Literal["pause", "pause and cancel", "pause and fail", "pause and ticket", "cancel", "pause for the next"] = (
+        "pause"
+    )
 
 
 @dataclass
@@ -49,6 +51,7 @@ class Played:
     script: Sequence[Scene]
     beside: Sequence[Prompt]
     key: str  # of the prompt whose chunks are paused
+    num_tokens: int  # of that prompt
     writers: Mapping[int, Failing]
     told: dict[Prompt, list[JobEvent]] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)  # whose layers were asked for, in order
@@ -82,6 +85,8 @@ class Played:
         if "fail" in scene.what:
             for writer in self.writers.values():
                 writer.failure = "decode is gone"
+        if "ticket" in scene.what:
+            self.leader.give_ticket(self.key, handoff_pb2.Ticket(prompt_tokens=self.num_tokens))
         if "for the next" in scene.what:
             self.leader._watch._favoured = self._submit(self._left.pop(0))
         return Leave.PAUSE if "pause" in scene.what else self._ask(scene.layer, scene.layer + 1)

@@ -111,6 +111,12 @@ def test_a_paused_chunk_that_is_given_up_leaves_nothing_behind(ring: dict[str, l
         assert not any(outcome.sealed for outcome in ring[name]), name
 
 
+def test_a_ticket_that_comes_in_a_pause_finds_the_rows_of_the_layers_before_it() -> None:
+    late = alone(a_case(Scene(1, 2, "pause and ticket"), ticket_follows=True))
+    assert np.array_equal(rows_of([late], 0, LONG), rows_of([alone(a_case())], 0, LONG))
+    assert (late.sealed, late.held) == (True, (0, 0))
+
+
 def test_the_reference_is_that_of_one_rank(ring: dict[str, list[Outcome]]) -> None:
     whole = alone(dataclasses.replace(a_case(), chunk_tokens=4096))
     assert np.abs(rows_of(ring["undisturbed"], 0, LONG) - rows_of([whole], 0, LONG)).max() < 1e-4

@@ -69,3 +69,18 @@ def test_l3_what_an_interrupted_request_computed_is_not_computed_again(fleet: Fl
     again = fleet.generate(prompt(610, tokens), max_tokens=4)
     assert again.usage.cached_tokens >= computed
     assert fleet.counter("prefill_tokens_executed", role="prefill") - before <= tokens - computed
+
+
+@pytest.mark.sabotage("a_pause_forgets")
+def test_l3_a_chunk_that_gives_way_to_short_prompts_goes_on_where_it_was(fleet: Fleet) -> None:
+    """L3. Short prompts come while a long one is computed slowly by the ring of two; all get the right tokens."""
+    fleet.serve_on("prefill-1")
+    fleet.arm_all("prefill", "prefill.layer", seconds=0.1)
+    paused = fleet.counter("chunk_pauses_total", role="prefill")
+    request = Watched(fleet, 620, num_tokens=6 * CHUNK)
+    wait_until(lambda: bool(request.answer.progress), 10)
+    for seed in range(621, 625):
+        right(fleet, seed, num_tokens=9, output=1)
+    fleet.remote.clear()
+    request.assert_right()
+    assert fleet.counter("chunk_pauses_total", role="prefill") > paused

@@ -119,6 +119,17 @@ def _shorter_spans(rows_final: Any) -> Any:
     return short
 
 
+def _nothing_kept(resumed: Any) -> Any:
+    """A chunk that was paused and goes on with nothing of what it had computed."""
+
+    def forgetful(self: Any, request: Any, chunk: Any) -> Any:
+        work = resumed(self, request, chunk)
+        work.hidden_TD.zero_()
+        return work
+
+    return forgetful
+
+
 def _abort_says_yes(_: Any) -> Any:
     return lambda self, request, reason: True
 
@@ -295,6 +306,7 @@ SABOTAGES: dict[str, tuple[Change, ...]] = {
     ),
     "a_row_is_lost": (Change("prefill_node.relay", "Relay.rows_final", _shorter_spans),),
     "an_owner_is_lost": (Change("kv_transfer.plan", "owned_ranges", _one_more),),
+    "a_pause_forgets": (Change("prefill_node.rank", "RankWorker._resumed", _nothing_kept),),
     "committed_blocks_dropped": (Change("prefill_node.control", "RingControl.close", _drop_committed),),
     # the edge
     "first_logprob_lost": (Change("router.orchestrate", "Run._send", _without_first_logprob),),

@@ -1,12 +1,11 @@
 """Where the lab reaches into a node: places at which the product passes something in or along anyway.
 
-Points: `part` (every write, see part_faults), `decode.step`, `prefill.chunk`, `host.save`, `host.load` (a step or copy
-takes `seconds` longer; cleared, it goes on), `transfer`, `lease` (so does a round of that thread), `decode.admit`,
-`decode.reserve`, `prefill.accept` (refused: `unavailable`, `invalid` or `full`), `decode.room` (found, and said
-`seconds` later), `prefill.ticket` (of one that comes late: `late` by `seconds`, `twice`, `refuse`d, or taken but the
-answer is `lost`), `renew` (the router's renewals do not
-leave), `place` (a request's first attempt goes to the nodes that its kind names; where it goes after a failure is
-placement's choice, as ever).
+Points: `part` (every write, see part_faults), `decode.step`, `prefill.chunk`, `prefill.layer`, `host.save`, `host.load`
+(a step, a layer of it, or a copy takes `seconds` longer; cleared, it goes on), `transfer`, `lease` (so does a round of
+that thread), `decode.admit`, `decode.reserve`, `prefill.accept` (refused: `unavailable`, `invalid` or `full`),
+`decode.room` (found, and said `seconds` later), `prefill.ticket` (of one that comes late: `late` by `seconds`, `twice`,
+`refuse`d, or taken but the answer is `lost`), `renew` (the router's renewals do not leave), `place` (a request's first
+attempt goes to the nodes that its kind names; where it goes after a failure is placement's choice, as ever).
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ def install(role: str, board: Switchboard) -> None:
         _find_room_slowly(board)
     elif role == "prefill":
         from kvrelay.kvcache.host_store import HostStore  # noqa: PLC0415
+        from kvrelay.prefill_node.chunk_layers import ChunkLayers  # noqa: PLC0415
         from kvrelay.prefill_node.rank import RankWorker  # noqa: PLC0415
         from kvrelay.prefill_node.servicer import PrefillServicer  # noqa: PLC0415
 
@@ -53,6 +53,7 @@ def install(role: str, board: Switchboard) -> None:
         _before(HostStore, "save", lambda: board.linger("host.save"))
         _before(HostStore, "load", lambda: board.linger("host.load"))
         _before(RankWorker, "_run_chunk", lambda: board.linger("prefill.chunk"))
+        _before(ChunkLayers, "_layer", lambda: board.linger("prefill.layer"))
         _before(PrefillServicer, "_checked", lambda: _refuse(board, "prefill.accept"))
         _mistreat_tickets(board)
     else:

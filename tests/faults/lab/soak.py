@@ -224,6 +224,11 @@ def _hang(fleet: Fleet, dice: random.Random) -> None:
     fleet.arm(node, point, seconds=dice.uniform(0.5, 4.0), count=1)
 
 
+def _slow_layers(fleet: Fleet, dice: random.Random) -> None:
+    """Long enough for shorter prompts to come meanwhile, to which the chunk then gives way."""
+    fleet.arm(dice.choice(NODES[:2]), "prefill.layer", seconds=dice.uniform(0.02, 0.3), count=dice.randint(4, 20))
+
+
 def _room(fleet: Fleet, dice: random.Random) -> None:
     fleet.arm(dice.choice(NODES[2:]), "decode.room", seconds=dice.uniform(0.05, 2.0), count=dice.randint(1, 6))
 
@@ -256,6 +261,7 @@ _FAULTS: dict[str, tuple[float, Strike]] = {
     **{f"part-{kind}": (2.0, _part(kind)) for kind in (*part_faults.KINDS, "delay", "slow")},
     "refuse": (4.0, _refuse),
     "hang": (3.0, _hang),
+    "slow-layers": (6.0, _slow_layers),
     "room": (3.0, _room),
     "ticket": (3.0, _ticket),
     "kill": (1.0, _kill),  # a node is back after some seconds; the supervisor's budget allows five a minute
@@ -275,10 +281,7 @@ def main() -> int:
         "--host-tier", action="store_true", help="give prefill nodes small pools, and host memory for what these let go"
     )
     options = parser.parse_args()
-    environ = {
-        "KVRELAY_PREFILL_PULL_TIMEOUT_S": "0" if options.no_pulls else "10",
-        "KVRELAY_PREFILL_GIVE_WAY_MS": "0.001",  # these chunks take milliseconds
-    }
+    environ = {**SPEC.environ, "KVRELAY_PREFILL_PULL_TIMEOUT_S": "0" if options.no_pulls else "10"}
     if options.host_tier:
         environ |= {"KVRELAY_PREFILL_HOST_CACHE_GIB": "0.02", "KVRELAY_PREFILL_POOL_PAGES": "60"}
     spec = replace(SPEC, chunk_tokens=512, environ=environ)

@@ -13,7 +13,10 @@ FOLDER = oracle_folder(ORACLE)
 VOCAB = vocab_size(FOLDER)
 SPEC = Spec(
     FOLDER, ring_size="1,2", prefill=2, decode=2, chunk_tokens=128, pool_pages=400,
-    environ={"KVRELAY_PREFILL_PULL_TIMEOUT_S": "10"},
+    environ={
+        "KVRELAY_PREFILL_PULL_TIMEOUT_S": "10",
+        "KVRELAY_PREFILL_GIVE_WAY_MS": "0.001",  # these chunks take milliseconds
+    },
 )  # fmt: skip
 
 
