@@ -14,12 +14,12 @@ from dataclasses import replace
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import RequestCancelledError, ServeError, TransferError
 from kvrelay.core.time_fit import TimeFit
-from kvrelay.core.types import Counters, FinishReason
-from kvrelay.model.sampler import SamplerState, sample
+from kvrelay.core.types import Counters
 from kvrelay.prefill_node import jobs
 from kvrelay.prefill_node.chunk_watch import ChunkWatch
 from kvrelay.prefill_node.control import RingControl
 from kvrelay.prefill_node.fills import FillOrder
+from kvrelay.prefill_node.first_token import first_token
 from kvrelay.prefill_node.group import RingGroup
 from kvrelay.prefill_node.job_events import Done, Failed, FirstToken, JobEvent, Progress, Sink, Started
 from kvrelay.prefill_node.jobs import Job
@@ -201,17 +201,11 @@ class Leader:
         """Sample when the prompt's last chunk was computed."""
         if result.logits_V is None:
             return
-        job = self._jobs[key]
-        state = SamplerState(job.sampling, job.prompt_T, job.num_sent_tokens)
-        (chosen,) = sample(result.logits_V[None], [state], [job.prompt_tokens])
-        if isinstance(chosen, ServeError):
-            self._end(key, Failed(chosen), str(chosen))
+        try:
+            chosen, reason = first_token(self._jobs[key], result.logits_V)
+        except ServeError as err:
+            self._end(key, Failed(err), str(err))
             return
-        reason = None
-        if chosen.token_id in job.sampling.stop_token_ids:
-            reason = FinishReason.STOP
-        elif job.sampling.max_tokens == 1:
-            reason = FinishReason.LENGTH
         relay = self._worker.relay_of(key)
         compute_s = self._clock() - self._opened_s.pop(key)
         if reason is not None or relay is None:
