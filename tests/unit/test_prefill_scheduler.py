@@ -144,6 +144,26 @@ def test_a_fair_turn_beside_a_paused_chunk_is_that_chunk_s() -> None:
     assert turns(sched, 3) == ["short0", "short1", "long"]
 
 
+@given(pauses=st.lists(st.integers(0, 8), min_size=1, max_size=4))
+def test_a_long_prompt_is_not_starved_by_ever_new_ones_that_are_paused_at_each_fair_turn(pauses: list[int]) -> None:
+    sched = ChunkScheduler(chunk_tokens=1000, fair_every=4)
+    sched.add("long", Span(0, 10_000))
+    for number in range(16):
+        sched.add(name := f"medium{number}", Span(0, 400))
+        for layer in range(pauses[number % len(pauses)]):
+            chunk = sched.next_chunk()
+            assert chunk is not None
+            if chunk.request_id == "long":
+                return
+            sched.add(f"short{number}.{layer}", Span(0, 10))
+            sched.paused(chunk, 0.1, left=0.9 - layer / 10, favoured=f"short{number}.{layer}")
+            assert turns(sched, 1) == [f"short{number}.{layer}"]
+        if turns(sched, 1) == ["long"]:
+            return
+        assert next_of(sched) == "long" or name not in sched._running
+    raise AssertionError("sixteen others came first")
+
+
 def test_no_more_chunks_are_paused_than_memory_is_meant_for() -> None:
     sched = ChunkScheduler(chunk_tokens=1000)
     sched.add("0", Span(0, 1000))
@@ -210,15 +230,15 @@ def test_a_long_chunk_has_a_quarter_of_the_time_however_many_short_ones_come(
             now_s += lengths[chunk.request_id]
             sched.ran(chunk, lengths[chunk.request_id])
         else:
-            ran_s, favoured = 0.0, None
-            while favoured is None and done_s + ran_s < long_s:
-                ran_s = min(ran_s + layer_s, long_s - done_s)
+            ran_s, favoured, left_s = 0.0, None, long_s - done_s
+            while favoured is None and ran_s < left_s:
+                ran_s = min(ran_s + layer_s, left_s)
                 here = [name for at_s, name, _ in coming if at_s <= now_s + ran_s]
                 waiting = [one.key for one in sched.waiting_beside("long")] + here
                 if waiting and ran_s >= sched.owed_s("long"):
                     favoured = waiting[0]
-            now_s, done_s = now_s + ran_s, done_s + ran_s
-            if done_s >= long_s:
+            now_s, done_s = now_s + ran_s, long_s if ran_s == left_s else done_s + ran_s
+            if done_s == long_s:
                 sched.ran(chunk, ran_s)
             else:
                 sched.paused(chunk, ran_s, left=1 - done_s / long_s, favoured=favoured)

@@ -6,9 +6,9 @@ never starved by short ones. Hence a one-chunk request waits for at most two chu
 one fair turn), and each of n requests gets a chunk within fair_every * n.
 
 A chunk may also be paused between two layers, most often for somebody who has much less to compute (giving_way.py says
-when), and goes on later. Beside it only such requests begin; what has no less to compute waits until it is done. A
-request that was passed over so is owed a share of the time that the others took, 1 / fair_every of all, and is not
-paused again for anybody before it has had that.
+when), and goes on later. Beside it only such requests begin; what has no less to compute waits until it is done, and
+comes next then if a fair turn went to the paused chunk instead. A request that was passed over so is owed a share of
+the time that the others took, 1 / fair_every of all, and is not paused again for anybody before it has had that.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class ChunkScheduler:
         self._running: dict[str, _Running] = {}  # first who was served, or came, longest ago
         self._by_tokens_left: list[tuple[int, int, str]] = []  # (tokens left, arrival, request), in order
         self._turns_since_fair = 0
+        self._passed = False  # a fair turn went to a paused chunk, though another request was served longer ago
         self._meant: str | None = None  # who is next if it is here
         self._arrivals = 0
 
@@ -85,7 +86,7 @@ class ChunkScheduler:
     def _choose(self, paused: Sequence[str]) -> str:
         if self._meant in self._running:
             return self._meant
-        if self._is_fair_turn:
+        if self._is_fair_turn(paused):
             return next(iter(paused or self._running))
         first = self._by_tokens_left[0][-1]
         if not paused or first in paused:
@@ -156,9 +157,8 @@ class ChunkScheduler:
         """Return the tokens that the running requests still have to compute."""
         return sum(running.tokens_left for running in self._running.values())
 
-    @property
-    def _is_fair_turn(self) -> bool:
-        return self._turns_since_fair >= self._fair_every - 1
+    def _is_fair_turn(self, paused: Sequence[str]) -> bool:
+        return self._turns_since_fair >= self._fair_every - 1 or (self._passed and not paused)
 
     def _paused(self) -> list[str]:
         return [key for key, running in self._running.items() if running.paused is not None]
@@ -166,7 +166,10 @@ class ChunkScheduler:
     def _end_turn(self, request_id: str, took_s: float, *, counts: bool = True) -> None:
         is_meant, self._meant = self._meant in self._running, None
         if counts and not is_meant:
-            self._turns_since_fair = 0 if self._is_fair_turn else self._turns_since_fair + 1
+            if self._is_fair_turn(self._paused()):
+                self._turns_since_fair, self._passed = 0, request_id != next(iter(self._running), request_id)
+            else:
+                self._turns_since_fair += 1
         served = self._running.get(request_id)
         for running in self._running.values():
             if running is not served and (running.paused is not None or _is_shorter(served, running)):
