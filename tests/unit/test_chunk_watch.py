@@ -146,6 +146,21 @@ def test_a_cancelled_prompt_s_chunk_is_stopped_at_once() -> None:
     assert watched.watch.cancelled == set()
 
 
+def test_a_prompt_that_is_given_up_while_its_chunk_is_paused_was_left_for_nobody_and_is_forgotten() -> None:
+    watched = Watched()
+    watched.watch.arriving["short#1"] = a_job("short", 20, prefix=1)
+    watched.layers()
+    watched.end(layers_left=9)
+    watched.ring.control.close("long#1", abort=True)
+    assert not watched.begin().HasField("chunk")
+    watched.watch.forget("long#1")
+    watched.ring.control.submit(watched.watch.arriving.pop("short#1"), watched.clock())
+
+    assert watched.begin().chunk.request_id == "short#1"
+    assert watched.watch._left_at_s == {}
+    assert watched.counters.values == {}
+
+
 def test_the_time_of_a_paused_chunk_is_that_of_its_parts() -> None:
     watched = Watched()
     seen: list[float] = []

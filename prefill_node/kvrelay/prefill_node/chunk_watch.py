@@ -114,6 +114,8 @@ class ChunkWatch:
         self.cancelled.discard(key)
         self._earlier_s.pop(key, None)
         self._left_at_s.pop(key, None)
+        if self._was_left == key:
+            self._was_left = None
 
     def _gives_way(self, chunk: ring_pb2.RingChunk, layers_left: int) -> bool:
         key, ran_s = chunk.request_id, self._clock() - self._began_s
