@@ -15,6 +15,7 @@ from kvrelay.core.types import Counters, Sampling
 from kvrelay.kvcache.pool import LatentPool
 from kvrelay.model.checkpoint import load_model
 from kvrelay.prefill_node.chunk_plan import ChunkPlanner
+from kvrelay.prefill_node.giving_way import Turn
 from kvrelay.prefill_node.group import Leave
 from kvrelay.prefill_node.job_events import FirstToken, JobEvent
 from kvrelay.prefill_node.jobs import Job
@@ -126,3 +127,28 @@ def test_short_prompts_are_answered_before_the_long_one_s_chunk_is_over_and_do_n
     pauses = counters.values["chunk_pauses_total"]
     assert 2 <= pauses < len(model.layers)  # each time the long one has computed a layer
     assert pauses <= answered.index("long") <= 4 * pauses  # of four turns one is the long one's
+
+
+@NEEDS_RECORDING
+def test_a_paused_chunk_of_a_prompt_that_is_given_up_keeps_no_memory_while_its_hand_off_is_stuck() -> None:
+    model = load_model(FOLDER / MODEL, dtype="float32", device=torch.device("cpu"))
+    case = Case(FOLDER / MODEL, tuple(range(70)), chunk_tokens=128)
+    pool, counters, control = a_pool(model), Counters(), a_control(case, 1)
+    planner = ChunkPlanner(rank=0, ring_size=1, align_tokens=1, ring_block_tokens=4096, device=pool.device)
+    ring, writer = Ring(None, pool, counters), StuckWriter(pool)
+    worker = RankWorker(model, pool, ring, open_writer=lambda _: writer, planner=planner, counters=counters)
+    ticket = handoff_pb2.Ticket(prompt_tokens=70)
+    job = Job(a_ref(), np.arange(70, dtype=np.int32), Sampling(max_tokens=8), block_hashes=(), ticket=ticket)
+    control.submit(job, 0.0)
+    left = worker.run(control.plan(0.0), lambda layer, _: Leave.PAUSE if layer == 2 else Leave.NO).report
+    control.applied([left], Turn(num_layers=len(model.layers)))
+    request = worker._requests[job.key]
+    assert request.paused is not None
+    assert left.layers_left == len(model.layers) - 2
+
+    control.close(job.key, abort=True)
+    report = worker.run(control.plan(0.0), lambda *_: Leave.NO).report
+
+    kept = worker._requests[job.key].paused
+    assert not report.drained
+    assert kept is None
