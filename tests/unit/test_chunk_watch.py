@@ -25,12 +25,14 @@ class Watched:
         self.ring = Ring(pages=pages)
         self.clock, self.counters = ManualClock(), Counters()
         self.commands = False
+        self.is_reached = True
         self.told = 0
         self.watch = ChunkWatch(
             self.ring.control,
             is_ring=is_ring,
             give_way_s=give_way_s,
             any_command=lambda: self.commands,
+            reached=lambda: self.is_reached,
             counters=self.counters,
             clock=self.clock,
         )
@@ -125,6 +127,37 @@ def test_a_chunk_has_its_share_before_it_gives_way_again() -> None:
     watched.watch.arriving["next#1"] = a_job("next", 10, prefix=2)
 
     assert watched.layers(first=1) == (Leave.PAUSE, 1 + 4)
+
+
+def test_what_a_device_still_computes_of_the_turn_before_is_that_turn_s_time() -> None:
+    watched = Watched()
+    watched.watch.arriving["short#1"] = a_job("short", 20, prefix=1)
+    watched.layers()
+    watched.end(layers_left=9)
+    watched.ring.control.submit(watched.watch.arriving.pop("short#1"), watched.clock())
+    watched.begin()
+    watched.end()  # launched, in no time
+
+    watched.is_reached = False
+    watched.begin()
+    watched.watch.arriving["next#1"] = a_job("next", 10, prefix=2)
+    assert watched.watch.ask(1, LAYERS) is Leave.NO
+    watched.clock.advance(3 * 3.5 * LAYER_S)  # until the next layer may be launched
+    watched.is_reached = True
+
+    assert watched.layers(first=2) == (Leave.PAUSE, 2 + 4)
+    assert watched.end(layers_left=4).took_s == pytest.approx(4 * LAYER_S)
+
+
+def test_a_chunk_that_is_launched_behind_others_has_taken_nothing_yet() -> None:
+    watched = Watched()
+    watched.layers()
+    watched.end()
+    watched.is_reached = False
+    watched.ring.control.submit(a_job("other", 20, prefix=2), 0.0)
+    watched.begin()
+    assert watched.layers() == (Leave.NO, LAYERS)
+    assert watched.end().took_s == 0.0
 
 
 def test_a_step_ends_in_half_a_second_when_somebody_waits_for_its_end() -> None:

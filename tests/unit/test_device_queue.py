@@ -88,6 +88,18 @@ def test_a_chunk_that_has_ended_is_told_from_those_behind_it() -> None:
     assert not stream.queue.has_ended(second)
 
 
+def test_the_device_reaches_a_chunk_when_it_is_through_with_those_before() -> None:
+    stream = Stream()
+    stream.queue.begin()
+    assert stream.queue.has_reached()
+    stream.queue.end(CHUNKS[0])
+
+    stream.queue.begin()
+    assert not stream.queue.has_reached()
+    stream.reached = 2  # the end of the first
+    assert stream.queue.has_reached()
+
+
 def test_a_cpu_has_no_queue_and_numbers_stay_where_they_are() -> None:
     cpu = torch.device("cpu")
     assert DeviceQueue.of(cpu) is None

@@ -29,6 +29,7 @@ class ChunkWatch:
         is_ring: bool,
         give_way_s: float,
         any_command: Callable[[], bool],
+        reached: Callable[[], bool] = lambda: True,
         counters: Counters,
         clock: Clock,
     ) -> None:
@@ -37,6 +38,7 @@ class ChunkWatch:
             is_ring: there are other ranks, which hear within a layer that they leave behind it.
             give_way_s: least wait for which a chunk is paused; 0 = none is.
             any_command: whether something is to be done between two steps.
+            reached: whether the chunk in work is what rank 0's device computes, and none that was launched before it.
         """
         self.times = TimeFit()  # x: tokens of a chunk, y: (token, visible token) pairs
         self.arriving: dict[str, Job] = {}  # submitted, and not known to the control yet
@@ -45,6 +47,7 @@ class ChunkWatch:
         self._is_ring = is_ring
         self._give_way_s = give_way_s
         self._any_command = any_command
+        self._reached = reached
         self._counters = counters
         self._clock = clock
         self._earlier_s: dict[str, float] = {}  # what a paused chunk has taken, on ranks that compute at once
@@ -55,7 +58,8 @@ class ChunkWatch:
     def _begin(self, step: ring_pb2.RingStep, tell_planned: Callable[[], None]) -> None:
         self._chunk = step.chunk if step.HasField("chunk") else None
         self._tell_planned = tell_planned
-        self._began_s = self._clock()
+        self._began_s = self._reached_s = self._clock()
+        self._is_reached = self._reached()
         self._asked = 0
         self._num_layers = 1
         self._favoured: str | None = None
@@ -83,6 +87,8 @@ class ChunkWatch:
         self._num_layers = num_layers
         if self._asked == _TOLD_IN_LAYER:
             self._tell_planned()
+        if not self._is_reached and self._reached():
+            self._reach()
         if self._chunk.request_id in self.cancelled:
             return Leave.STOP
         # At least one layer is computed at a time.
@@ -98,6 +104,8 @@ class ChunkWatch:
         """
         took_s = self._clock() - self._began_s
         if self._chunk is not None:
+            if not self._is_reached:
+                self._reach()
             key = self._chunk.request_id
             earlier_s = self._earlier_s.pop(key, 0.0)
             if any(report.HasField("layers_left") for report in reports):
@@ -107,7 +115,7 @@ class ChunkWatch:
                 timed = [TimedChunk(span_from_pb(self._chunk.tokens), earlier_s + took_s)]
         for chunk in timed or ():
             self.times.observe(chunk.took_s, x=chunk.tokens.num_tokens, y=chunk.tokens.num_pairs)
-        return Turn(took_s, self._num_layers, self._favoured)
+        return Turn(self._clock() - self._reached_s, self._num_layers, self._favoured)
 
     def forget(self, key: str) -> None:
         """A request is gone."""
@@ -117,13 +125,19 @@ class ChunkWatch:
         if self._was_left == key:
             self._was_left = None
 
+    def _reach(self) -> None:
+        """Take what passed since the step began for time of the turn before: the device was still at that."""
+        self._is_reached, self._reached_s = True, self._clock()
+        self._control.scheduler.took_longer(self._reached_s - self._began_s)
+
     def _gives_way(self, chunk: ring_pb2.RingChunk, layers_left: int) -> bool:
         key, ran_s = chunk.request_id, self._clock() - self._began_s
         self._weigh_arriving()
         is_due = ran_s >= _LONGEST_STEP_S and (self._any_command() or self._control.awaits_step_end)
         if not (self._waiting or is_due) or not self._control.scheduler.may_pause(key):
             return False
-        if ran_s >= self._control.scheduler.owed_s(key):
+        had_s = self._clock() - self._reached_s if self._is_reached else 0.0
+        if had_s >= self._control.scheduler.owed_s(key):
             work = InWork(span_from_pb(chunk.tokens), self._num_layers, layers_left)
             self._favoured = favoured(work, self._waiting, fitted=self.times.fitted, least_wait_s=self._give_way_s)
         return self._favoured is not None or is_due

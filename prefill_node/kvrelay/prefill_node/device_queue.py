@@ -121,6 +121,11 @@ class DeviceQueue:
         self._collect()
         return number <= self._num_launched - len(self._unfinished)
 
+    def has_reached(self) -> bool:
+        """Say whether the device is through with all chunks before the one that is being launched."""
+        self._collect()
+        return not self._unfinished
+
     def take_timed(self) -> list[TimedChunk]:
         """Return the chunks that have ended since the last call."""
         self._collect()

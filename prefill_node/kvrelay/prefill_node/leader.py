@@ -73,6 +73,7 @@ class Leader:
             is_ring=group is not None,
             give_way_s=give_way_s,
             any_command=lambda: self._commands.any_waiting,
+            reached=worker.has_reached,
             counters=counters,
             clock=clock,
         )

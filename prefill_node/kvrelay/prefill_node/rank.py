@@ -129,6 +129,10 @@ class RankWorker:
         timed = None if self._queue is None else self._queue.take_timed()
         return StepResult(self._report(step.step_id, ran), timed, ran.logits_V)
 
+    def has_reached(self) -> bool:
+        """Say whether the chunk in work is what this rank computes, and nothing that was launched before it."""
+        return self._queue is None or self._queue.has_reached()
+
     def relay_of(self, key: str) -> Relay | LateRelay | None:
         """Return the relay of a request that is open here, so that rank 0 can seal it with the first token."""
         request = self._requests.get(key)

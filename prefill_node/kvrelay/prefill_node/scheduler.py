@@ -57,6 +57,7 @@ class ChunkScheduler:
         self._by_tokens_left: list[tuple[int, int, str]] = []  # (tokens left, arrival, request), in order
         self._turns_since_fair = 0
         self._passed = False  # a fair turn went to a paused chunk, though another request was served longer ago
+        self._served: _Running | None = None  # last
         self._meant: str | None = None  # who is next if it is here
         self._arrivals = 0
 
@@ -128,6 +129,10 @@ class ChunkScheduler:
         self._put(chunk.request_id, running)
         self._meant = chunk.request_id if favoured is None and running.owed_s else favoured
 
+    def took_longer(self, took_s: float) -> None:
+        """Record that a device was still at the last turn's chunk for so long after that turn had ended."""
+        self._charge(self._served, took_s)
+
     def lost(self, chunk: NextChunk) -> None:
         """Record that the ranks have stopped a chunk and have nothing of it any more."""
         running = self._running.get(chunk.request_id)
@@ -170,7 +175,10 @@ class ChunkScheduler:
                 self._turns_since_fair, self._passed = 0, request_id != next(iter(self._running), request_id)
             else:
                 self._turns_since_fair += 1
-        served = self._running.get(request_id)
+        self._served = self._running.get(request_id)
+        self._charge(self._served, took_s)
+
+    def _charge(self, served: _Running | None, took_s: float) -> None:
         for running in self._running.values():
             if running is not served and (running.paused is not None or _is_shorter(served, running)):
                 running.owed_s += took_s / (self._fair_every - 1)
