@@ -81,6 +81,25 @@ async def test_a_node_that_drains_ends_the_calls_that_wait_as_if_nothing_had_hap
         assert await asyncio.to_thread(node.process.wait, 20) == 0
 
 
+@NEEDS_RECORDING
+@pytest.mark.parametrize("end", ["drains", "dies"])
+async def test_a_node_that_ends_unheard_is_unavailable_and_not_our_bug(index: EmbeddedServer, end: str) -> None:
+    with prefill_node(FOLDER / MODEL, ring_size=1, index_url=index.url, name=end) as node:
+        client = Client(node)
+        prepared = Prepared(client.stub)
+        prepared.prepare()
+        await client.stats()
+        (node.process.terminate if end == "drains" else node.process.kill)()
+        node.process.wait(20)  # and this loop stands still meanwhile, as a busy router's does
+        taken = prepared.take()
+        assert taken is not None
+        request = client.request(a_ref(), some_prompt(300))
+        call = PromptCall(taken, request, deadline=Deadline.after(60), anew=lambda: client.stub.Prefill(request))
+
+        assert (await status_of(call))[0] is grpc.StatusCode.UNAVAILABLE
+        await client.close()
+
+
 # ---- a router ----
 
 
@@ -150,6 +169,37 @@ async def test_a_call_that_ends_just_when_it_is_taken_is_made_anew(index: Embedd
 
         assert kinds([event async for event in call]) == ["started", "progress", "first_token", "done"]
         assert prepared.take() is None
+        await channel.close()
+
+
+async def test_a_request_that_the_node_ends_unread_is_sent_anew(
+    index: EmbeddedServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def drains_just_then(context: Any) -> None:
+        await context.read()
+
+    async with playing(index, model) as stage:
+        monkeypatch.setattr(stage.prefill.prepared, "request", drains_just_then)
+        assert [ids(await stage.run(asked())) for _ in range(2)] == [ANSWER[:8]] * 2
+
+    assert [one.request.attempt for one in stage.prefill.calls] == [1, 1]
+    assert stage.prefill.calls[1].timeout_ms  # it had been on the open call before
+
+
+async def test_a_request_too_large_for_an_open_call_ends_as_on_any_other(index: EmbeddedServer, model: Path) -> None:
+    async with playing(index, model) as stage:
+        channel = connect(stage.records[0].endpoint, max_message_bytes=1000)
+        stub: prefill_pb2_grpc.PrefillNodeAsyncStub = prefill_pb2_grpc.PrefillNodeStub(channel)
+        prepared = Prepared(stub)
+        prepared.prepare()
+        await a_waiting_call(stage)
+        taken = prepared.take()
+        assert taken is not None
+        request = prefill_pb2.PrefillRequest(packed_ids=bytes(2000))
+        call = PromptCall(taken, request, deadline=Deadline.after(60), anew=lambda: stub.Prefill(request))
+
+        assert (await status_of(call))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await until(lambda: stage.prefill.prepared.num_waiting == 0)
         await channel.close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 from grpc import aio
 
@@ -55,7 +56,7 @@ class PromptCall(AsyncIterator[prefill_pb2.PrefillEvent]):
     ) -> None:
         """
         Args:
-            anew: makes an ordinary call instead, if this one is over before anything was sent.
+            anew: makes an ordinary call instead, if this one ends before the node has taken the request.
         """
         here = tracing.current.get()
         request.timeout_ms = convert.ms_to_pb(deadline.remaining_s())
@@ -66,12 +67,22 @@ class PromptCall(AsyncIterator[prefill_pb2.PrefillEvent]):
 
     async def __anext__(self) -> prefill_pb2.PrefillEvent:
         if self._events is None:
-            try:
-                await self._open.write(self._request)
-            except asyncio.InvalidStateError:  # the node has ended it just now
-                self._call = self._anew()
+            self._events = aiter(self._open)
+            if await self._is_sent():
+                with suppress(StopAsyncIteration):  # it ended well without a word: nobody read the request
+                    return await anext(self._events)
+            self._call = self._anew()
             self._events = aiter(self._call)
         return await anext(self._events)
+
+    async def _is_sent(self) -> bool:
+        try:
+            await self._open.write(self._request)
+        except (asyncio.InvalidStateError, aio.AioRpcError):
+            # A drain, a death, a message too large: where this loop had not heard of it, gRPC says INTERNAL to them
+            # all. The call made anew says which.
+            return False
+        return True
 
     def cancel(self) -> bool:
         return self._call.cancel()
