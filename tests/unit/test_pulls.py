@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -56,9 +57,7 @@ class AbortedAtItsEnd:
 
 async def test_an_abort_that_comes_as_a_pull_ends_is_not_lost() -> None:
     ring, puller = Ring(), AbortedAtItsEnd()
-    leader = Leader(
-        ring.control, cast(RankWorker, None), None, token_bytes=1, on_cache=lambda _: None, counters=Counters()
-    )
+    leader = Leader(ring.control, Mock(RankWorker), None, token_bytes=1, on_cache=lambda _: None, counters=Counters())
     leases = Leases(lease_s=9.0, on_expired=leader.cancel)
     facts = NodeFacts(
         NODE, cast(PageLayout, None), ring_size=1, vocab_size=9, max_model_len=999, cache_window_tokens=None,
@@ -81,9 +80,7 @@ async def test_an_abort_that_comes_as_a_pull_ends_is_not_lost() -> None:
 @pytest.mark.parametrize("ring_size", [1, 2])
 async def test_a_fence_does_not_wait_for_the_chunk_in_work_but_on_further_ranks(ring_size: int) -> None:
     ring, hub = Ring(ring_size=ring_size), OneEpoch()
-    busy = Leader(
-        ring.control, cast(RankWorker, None), None, token_bytes=1, on_cache=lambda _: None, counters=Counters()
-    )
+    busy = Leader(ring.control, Mock(RankWorker), None, token_bytes=1, on_cache=lambda _: None, counters=Counters())
     servicer = PullServicer(cast(ReaderHub, hub), busy, ring_size=ring_size)  # type: ignore[abstract]
     asked = decode_pb2.FenceWriterRequest(writer=common_pb2.Incarnation(name="dead", start_id=1))
 

@@ -59,7 +59,7 @@ class ChunkWatch:
         self._chunk = step.chunk if step.HasField("chunk") else None
         self._tell_planned = tell_planned
         self._began_s = self._reached_s = self._clock()
-        self._is_reached = self._reached()
+        self._is_reached = True
         self._asked = 0
         self._num_layers = 1
         self._favoured: str | None = None
@@ -71,6 +71,7 @@ class ChunkWatch:
         self._begin(step, tell_planned)
         if self._chunk is None:
             return
+        self._is_reached = self._reached()
         key = self._chunk.request_id
         self._waiting = self._control.scheduler.waiting_beside(key)
         left, self._was_left = self._was_left, None
