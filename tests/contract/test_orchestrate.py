@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -94,6 +95,20 @@ async def test_a_decode_node_that_dies_while_it_computes_is_replaced() -> None:
 
     assert tokens_of(events) == ANSWER
     assert stage.decode[1].reserved[0].num_sent_tokens == 3
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_a_node_whose_address_is_by_now_that_of_another_role_is_replaced(role: Role) -> None:
+    stage = Stage([PlayedPrefill(), PlayedPrefill()], [PlayedDecode(), PlayedDecode()])
+    async with playing(stage) as orchestrator:
+        of_role, others = stage.prefill_nodes, stage.decode_nodes
+        if role is Role.DECODE:
+            of_role, others = others, of_role
+        gone = of_role[0] = replace(of_role[0], endpoint=others[1].endpoint)
+        events, _ = await run(orchestrator)
+
+    assert tokens_of(events) == ANSWER
+    assert stage.put_aside == [gone.incarnation]
 
 
 async def test_n7_one_token_reserves_nothing() -> None:

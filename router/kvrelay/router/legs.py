@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import grpc
 from grpc import aio
 
 from kvrelay.core.errors import ServeError, Status, UnavailableError
@@ -55,6 +56,9 @@ def why_failed(err: aio.AioRpcError, node: Incarnation) -> ServeError:
     error = from_rpc_error(err, peer=str(node))
     if error.status is Status.CANCELLED:
         # Not by us, or its task would be cancelled: a server that stops ends its calls so, and another may serve.
+        return UnavailableError(str(error))
+    if err.code() is grpc.StatusCode.UNIMPLEMENTED:
+        # Not the node that was chosen: its process, or one that took its address, is in the other role by now.
         return UnavailableError(str(error))
     return error
 
