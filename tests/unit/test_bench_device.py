@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import threading
 
 import pytest
 import torch
@@ -117,6 +118,13 @@ def test_a_short_prompt_that_chunks_give_way_to_changes_no_token() -> None:
 
     assert figures["same_tokens"]
     assert figures["ways"]["goes_on"]["pauses"] == 0 < figures["ways"]["gives_way"]["pauses"]
+
+
+def test_a_part_of_the_long_prompts_time_has_the_median_of_all_rounds() -> None:
+    alone = giving_way.Asked(0.0, threading.Event(), ttft_s=0.1)
+    found = [{"at": at, "short_s": s, "long_s": 1.0} for at, s in ((0.2, 0.1), (0.5, 0.7), (0.2, 0.2), (0.2, 0.3))]
+
+    assert giving_way._figures(found, alone, alone)["short_ms"] == {"0.2": 200.0, "0.5": 700.0}
 
 
 def test_what_leaves_beside_the_chunks_is_every_row_of_every_layer() -> None:

@@ -30,7 +30,7 @@ def add_device_benches(kinds: Any) -> None:
     memory = kinds.add_parser("memory", help="peak of device memory in a long prefill, predicted and measured")
     memory.add_argument("--prompt-tokens", type=positive, default=1_000_000, metavar="N", help="length of the prompt")
     memory.add_argument("--chunk-tokens", type=positive, default=32_768, metavar="N", help="tokens per prefill chunk")
-    memory.add_argument("--paused-chunks", type=positive, default=0, metavar="N",
+    memory.add_argument("--paused-chunks", type=int, choices=range(3), default=0, metavar="N",
                         help="others that keep what they have computed; a node pauses two at most")  # fmt: skip
     _add_common(memory, "memory")
     kernels = kinds.add_parser("kernels", help="kernels of a GPU over what it can do and over the kernels of others")
@@ -70,7 +70,7 @@ def add_device_benches(kinds: Any) -> None:
 def _add_giving_way(kind: argparse.ArgumentParser) -> None:
     kind.add_argument("--prompt", type=positive, default=131_072, metavar="N", help="tokens of the long prompt")
     kind.add_argument("--short", type=positive, default=8192, metavar="N", help="tokens of the short one")
-    kind.add_argument("--at", type=shares, default=(0.2, 0.5, 0.8), metavar="X,X,...",
+    kind.add_argument("--at", type=shares, default="0.2,0.5,0.8", metavar="X,X,...",
                       help="parts of the long one's time after which the short one comes")  # fmt: skip
     kind.add_argument("--chunk-tokens", type=positive, nargs="+", default=[32_768, 131_072], metavar="N",
                       help="tokens per prefill chunk")  # fmt: skip
