@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from kvrelay.core.shard import Span
 from kvrelay.prefill_node.giving_way import Waiting, is_clearly_less
 
-MOST_PAUSED = 2  # chunks at once: each keeps what it has computed; one more is smaller than those that wait for it
+MOST_PAUSED = 2  # chunks at once, beside the one in work: each keeps its hidden states in memory
 
 
 @dataclass(frozen=True, slots=True)
