@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from contract.prefill_requests import CHUNK, MODEL, NEEDS_RECORDING, a_ref, even
 from kvrelay.core.clock import Deadline
 from kvrelay.core.tracing import Trace
 from kvrelay.index.server import EmbeddedServer
-from kvrelay.proto import convert
+from kvrelay.proto import convert, server
 from kvrelay.proto.server import connect
 from kvrelay.proto.v1 import prefill_pb2, prefill_pb2_grpc
 from kvrelay.router.prepared import Prepared, PromptCall
@@ -79,6 +80,24 @@ async def test_a_node_that_drains_ends_the_calls_that_wait_as_if_nothing_had_hap
         assert {await call.code() for call in calls} == {grpc.StatusCode.OK}
         await client.close()
         assert await asyncio.to_thread(node.process.wait, 20) == 0
+
+
+@NEEDS_RECORDING
+async def test_a_node_that_stands_still_keeps_no_call_for_long(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keepalive = tuple((name, number // 10) for name, number in server._KEEPALIVE)
+    monkeypatch.setattr(server, "_KEEPALIVE", keepalive)
+    client = Client(node)
+    call: Any = client.stub.PreparedPrefill()
+    await client.stats()
+    node.process.send_signal(signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(6):  # of a second and another
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+    finally:
+        node.process.send_signal(signal.SIGCONT)
+        await client.close()
 
 
 @NEEDS_RECORDING

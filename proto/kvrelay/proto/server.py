@@ -17,10 +17,11 @@ from kvrelay.proto.gate import Check, Gate, members_only
 from kvrelay.proto.handshakes import Handshakes
 from kvrelay.proto.tls import CHANNEL_OPTIONS, Tls
 
-# A dead peer is noticed within about 15 s even when the kernel still believes in the connection.
+# A peer whose machine is gone is noticed within about 15 s, one whose kernel still answers for it within about 20 s.
 _KEEPALIVE = (
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),  # for the kernel's own answer
+    ("grpc.http2.ping_timeout_ms", 10_000),  # for the process's; a minute if not said
     ("grpc.http2.max_pings_without_data", 0),
 )
 
