@@ -8,8 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-
-from grpc import aio
+from functools import partial
 
 from kvrelay.core.clock import Clock, monotonic
 from kvrelay.core.errors import UnavailableError
@@ -21,6 +20,7 @@ from kvrelay.proto.server import connect
 from kvrelay.proto.tls import Tls
 from kvrelay.proto.v1 import decode_pb2_grpc, fleet_pb2, prefill_pb2_grpc
 from kvrelay.router.cost import DEFAULT_COST, NodeCost, published_cost
+from kvrelay.router.lines import Lines
 from kvrelay.router.peers import Node
 from kvrelay.router.placement import Service
 from kvrelay.router.prepared import Prepared
@@ -104,22 +104,6 @@ def view_of(record: fleet_pb2.NodeRecord, usual_links: UsualLinks = NO_LINKS) ->
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """A channel to an endpoint, and the methods there: to look these up for each call takes longer than the call's own
-    work. The node may be of either role."""
-
-    channel: aio.Channel
-    prefill: prefill_pb2_grpc.PrefillNodeAsyncStub
-    decode: decode_pb2_grpc.DecodeNodeAsyncStub
-    prepared: Prepared
-
-    @classmethod
-    def over(cls, channel: aio.Channel) -> _Line:
-        prefill: prefill_pb2_grpc.PrefillNodeAsyncStub = prefill_pb2_grpc.PrefillNodeStub(channel)
-        return cls(channel, prefill, decode_pb2_grpc.DecodeNodeStub(channel), Prepared(prefill))
-
-
 class FleetView:
     """Refreshes itself once started; everything runs on one event loop. Implements `peers.Peers`."""
 
@@ -139,8 +123,6 @@ class FleetView:
         self._registry = registry
         self._refresh_s = refresh_s
         self._put_aside_s = put_aside_s
-        self._max_message_bytes = max_message_bytes
-        self._tls = tls
         self._on_change = on_change
         self._clock = clock
         self._records: list[fleet_pb2.NodeRecord] = []
@@ -151,10 +133,8 @@ class FleetView:
         self._usable: tuple[NodeView, ...] | None = None  # what `nodes` returns, until ...
         self._usable_until_s = 0.0  # ... a node is not aside any more
         self._service: tuple[tuple[NodeView, ...], Service] | None = None  # of the nodes at its left
-        self._lines: dict[str, _Line] = {}  # by endpoint
-        # A node that left the registry may still be streaming, so its channel is closed only when no request can be.
-        self._retire_s = max_request_s
-        self._retired: list[tuple[float, aio.Channel]] = []
+        to_node = partial(connect, max_message_bytes=max_message_bytes, tls=tls)
+        self._lines = Lines(to_node, max_request_s=max_request_s, clock=clock)
         self._task: asyncio.Task[None] | None = None
         self._life = b""  # of the registry's content; empty before there was any
         self._lost: list[fleet_pb2.NodeRecord] = []  # nodes that the registry has lost and that may not be back yet
@@ -170,8 +150,7 @@ class FleetView:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for channel in (*(line.channel for line in self._lines.values()), *(channel for _, channel in self._retired)):
-            await channel.close()
+        await self._lines.close()
 
     def nodes(self) -> tuple[NodeView, ...]:
         """Return the nodes on which something may be placed: registered, not draining, not set aside.
@@ -212,13 +191,13 @@ class FleetView:
         return name in self._left
 
     def prefill(self, node: Node) -> prefill_pb2_grpc.PrefillNodeAsyncStub:
-        return self._line(node.endpoint).prefill
+        return self._lines.to(node.endpoint).prefill
 
     def prepared(self, node: Node) -> Prepared:
-        return self._line(node.endpoint).prepared
+        return self._lines.to(node.endpoint).prepared
 
     def decode(self, node: Node) -> decode_pb2_grpc.DecodeNodeAsyncStub:
-        return self._line(node.endpoint).decode
+        return self._lines.to(node.endpoint).decode
 
     def put_aside(self, node: Incarnation, reason: str) -> None:
         log.warning("node %s is set aside for %g s: %s", node, self._put_aside_s, reason)
@@ -275,11 +254,7 @@ class FleetView:
         self._usable = None
         self.usual_link_s = links.token_s
         self._aside_until_s = {name: until for name, until in self._aside_until_s.items() if name in self._nodes}
-        in_use = {node.endpoint for node in nodes}
-        for endpoint in [endpoint for endpoint in self._lines if endpoint not in in_use]:
-            line = self._lines.pop(endpoint)
-            line.prepared.close()
-            self._retired.append((self._clock() + self._retire_s, line.channel))
+        self._lines.keep({node.endpoint for node in nodes})
         self._on_change()
 
     def _note_changes(self, nodes: dict[Incarnation, NodeView]) -> None:
@@ -296,18 +271,4 @@ class FleetView:
         while True:
             await asyncio.sleep(self._refresh_s)
             await self.refresh()
-            await self._close_retired()
-
-    async def _close_retired(self) -> None:
-        now_s = self._clock()
-        due = [channel for close_at_s, channel in self._retired if close_at_s <= now_s]
-        self._retired = [entry for entry in self._retired if entry[0] > now_s]
-        for channel in due:
-            await channel.close()
-
-    def _line(self, endpoint: str) -> _Line:
-        line = self._lines.get(endpoint)
-        if line is None:
-            channel = connect(endpoint, max_message_bytes=self._max_message_bytes, tls=self._tls)
-            line = self._lines[endpoint] = _Line.over(channel)
-        return line
+            await self._lines.close_retired()
