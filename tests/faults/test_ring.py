@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,6 +76,11 @@ def test_l3_what_an_interrupted_request_computed_is_not_computed_again(fleet: Fl
 @pytest.mark.sabotage("a_pause_forgets")
 def test_l3_a_chunk_that_gives_way_to_short_prompts_goes_on_where_it_was(fleet: Fleet) -> None:
     """L3. Short prompts come while a long one is computed slowly by the ring of two; all get the right tokens."""
+    # A node that knows its costs sees that slowed layers make all prompts alike; a new one goes by their tokens.
+    restarts = fleet.local.said().count("prefill-1 restarted")
+    fleet.signal("prefill-1", signal.SIGKILL)
+    wait_until(lambda: fleet.local.said().count("prefill-1 restarted") > restarts, 60)
+    fleet.make_whole(60)
     fleet.serve_on("prefill-1")
     fleet.arm_all("prefill", "prefill.layer", seconds=0.1)
     paused = fleet.counter("chunk_pauses_total", role="prefill")
