@@ -9,12 +9,10 @@ the same rows.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import threading
 import time
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -224,12 +222,8 @@ class _Began:
 def run(options: argparse.Namespace) -> int:
     """Measure, print the figures and write the result file when asked to."""
     device = choose_device(options.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     result = measure(options, device)
-    print(json.dumps(result, indent=1))
-    if options.out:
-        print(report.write(Path(options.out), device=device_rates.short_name(device), bench="chunks", result=result))
+    report.tell(result, out=options.out, device=device_rates.short_name(device), bench="chunks")
     return 0
 
 

@@ -32,7 +32,6 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
     """
     ours, one, served = zip(*((each.ours, each.one, each.served) for each in rounds), strict=True)
     shares, shares_beside_served = exposed_over_ttft(ours, one), exposed_over_ttft(ours, served)
-    names = rounds[0].router
     return {
         "exposed_over_ttft": round(statistics.median(shares), 5),
         "exposed_over_ttft_beside_served": round(statistics.median(shares_beside_served), 5),
@@ -40,7 +39,7 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
         "second_token": _paired(ours, one, token=1),
         "ttft_beside_served": _paired(ours, served, token=0),
         "second_token_beside_served": _paired(ours, served, token=1),
-        "router_ms": {name: round(statistics.median(each.router[name] for each in rounds), 3) for name in names},
+        "router_ms": medians_ms([each.router for each in rounds]),
         "exposed_ms": medians_ms([parts_ms(each.ours, each.one, each.router) for each in rounds]),
         "equal_answers": sum(each.ours.token_ids == each.one.token_ids == each.served.token_ids for each in rounds),
         "rounds_ms": [

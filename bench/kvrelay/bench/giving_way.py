@@ -7,12 +7,10 @@ in turns. Nothing is handed over. The short prompt comes when given parts of the
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -121,13 +119,8 @@ def _no_writer(_: handoff_pb2.Ticket) -> Writer:
 def run(options: argparse.Namespace) -> int:
     """Measure, print the figures and write the result file when asked to."""
     device = choose_device(options.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     result = measure(options, device)
-    print(json.dumps(result, indent=1))
-    if options.out:
-        name = device_rates.short_name(device)
-        print(report.write(Path(options.out), device=name, bench="giving_way", result=result))
+    report.tell(result, out=options.out, device=device_rates.short_name(device), bench="giving_way")
     return 0
 
 

@@ -10,9 +10,7 @@ W latent row, A (token, expert) pairs, I expert width.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,10 +90,7 @@ def run(options: argparse.Namespace) -> int:
         chunk_tokens=options.chunk_tokens,
         paused_chunks=options.paused_chunks,
     )
-    print(json.dumps(result, indent=1))
-    if options.out:
-        name = short_name(torch.device("cuda"))
-        print(report.write(Path(options.out), device=name, bench="memory", result=result))
+    report.tell(result, out=options.out, device=short_name(torch.device("cuda")), bench="memory")
     return 0
 
 

@@ -15,14 +15,12 @@ it lands; the last copy is inside the time. The product has no such staging; see
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import secrets
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,10 +48,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print the figures and write the result file when asked to."""
     writer, reader = (torch.device(name) for name in (options.writer, options.reader))
     result = measure(writer, reader, megabytes=options.megabytes)
-    print(json.dumps(result, indent=1))
-    if options.out:
-        name = short_name(writer)
-        print(report.write(Path(options.out), device=name, bench="relay", result=result))
+    report.tell(result, out=options.out, device=short_name(writer), bench="relay")
     return 0
 
 

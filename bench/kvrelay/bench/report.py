@@ -54,6 +54,13 @@ def write(folder: Path, *, device: str, bench: str, result: dict[str, Any]) -> P
     return file
 
 
+def tell(result: dict[str, Any], *, out: str | None, device: str, bench: str) -> None:
+    """Print a result and, with a folder, write it and print the file's name."""
+    print(json.dumps(result, indent=1))
+    if out:
+        print(write(Path(out), device=device, bench=bench, result=result))
+
+
 def versions() -> dict[str, str]:
     """Return the versions of what computes and talks, as far as it is installed."""
     found = {}

@@ -9,7 +9,6 @@ of a ring's communication does not hide behind attention (ring_exchange.py).
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 from collections.abc import Callable
@@ -45,10 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if on_gpus and torch.cuda.device_count() < options.ranks:
         raise SettingsError(f"a ring of {options.ranks} needs as many GPUs, {torch.cuda.device_count()} are here")
     result = {"shape": options.shape, "ranks": options.ranks, "device": options.device, "lengths": measure(options)}
-    print(json.dumps(result, indent=1))
-    if options.out:
-        name = short_name(torch.device(options.device))
-        print(report.write(Path(options.out), device=name, bench="ring", result=result))
+    report.tell(result, out=options.out, device=short_name(torch.device(options.device)), bench="ring")
     if options.png:
         found = result["lengths"][-1]
         title = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import time
@@ -126,10 +125,7 @@ def run(options: argparse.Namespace) -> int:
     device = choose_device(options.device)
     with torch.inference_mode():
         result = measure(options, device)
-    print(json.dumps(result, indent=1))
-    if options.out:
-        name = device_rates.short_name(device)
-        print(report.write(Path(options.out), device=name, bench="step", result=result))
+    report.tell(result, out=options.out, device=device_rates.short_name(device), bench="step")
     return 0
 
 
