@@ -34,14 +34,22 @@ class RankRelays:
         """What leaves does so on a stream of its own, while the thread goes on."""
         return self._stream.runs_beside
 
-    def begin(self, request: RankRequest, ticket: handoff_pb2.Ticket) -> None:
+    def begin(self, request: RankRequest, ticket: handoff_pb2.Ticket) -> Relay:
         """Open a request's hand-off; its cached rows leave first."""
-        self._relay(request, ticket).queue_cached(request.cached_tokens)
+        request.writer = self._open_writer(ticket)
+        request.relay = relay = Relay(
+            request.writer,
+            request.table,
+            rank=self._rank,
+            resident_tokens=ticket.resident_tokens,
+            num_layers=self._num_layers,
+        )
+        relay.queue_cached(request.cached_tokens)
+        return relay
 
     def begin_push(self, request: RankRequest, ticket: handoff_pb2.Ticket) -> None:
         """Open a push, of whose rows all are there."""
-        relay = self._relay(request, ticket)
-        relay.queue_cached(ticket.prompt_tokens)
+        relay = self.begin(request, ticket)
         with self._stream.behind(self._stream.mark()):
             relay.seal(first_token=None, cached_tokens=0)
 
@@ -89,18 +97,5 @@ class RankRelays:
         """Return the relay of a request, begun now if its ticket has just come. Inside `RelayStream.behind`."""
         late = request.relay
         if isinstance(late, LateRelay) and (ticket := self.late_ticket(request.key)) is not None:
-            relay = self._relay(request, ticket)
-            relay.queue_cached(request.cached_tokens)
-            late.pass_to(relay)
+            late.pass_to(self.begin(request, ticket))
         return request.relay
-
-    def _relay(self, request: RankRequest, ticket: handoff_pb2.Ticket) -> Relay:
-        request.writer = self._open_writer(ticket)
-        request.relay = relay = Relay(
-            request.writer,
-            request.table,
-            rank=self._rank,
-            resident_tokens=ticket.resident_tokens,
-            num_layers=self._num_layers,
-        )
-        return relay
